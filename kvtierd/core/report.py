@@ -1,0 +1,131 @@
+"""What operators may see of the state: plain values, built only when somebody asks."""
+
+import numpy as np
+
+from kvtier_client.errors import UnknownSession
+from kvtier_client.wire import NO_NODE
+from kvtierd.core.blocks import F_LOST, NONE, Rows
+from kvtierd.core.slabs import QUARANTINED, READY, WRITING
+from kvtierd.core.tenant import Tenant
+from kvtierd.core.tree import Node, Session
+from kvtierd.core.world import World
+
+
+def tenants(world: World) -> dict[str, object]:
+    """Gauges of every tenant."""
+    return {tenant.name: _tenant(world, tenant) for tenant in world.tenants.values()}
+
+
+def _tenant(world: World, tenant: Tenant) -> dict[str, object]:
+    pools = list(tenant.pools.values())
+    total = tenant.arena_bytes()
+    used = tenant.used_bytes()
+    sessions = tenant.sessions.values()
+    table = world.table
+    numbers = np.array([pool.number for pool in pools], np.uint32)
+    rows = np.flatnonzero(table.used_mask() & (table.node == NONE)) if pools else _no_rows()
+    return {
+        "dram": {
+            "total_bytes": total,
+            "used_bytes": used,
+            "free_bytes": total - used,
+            "writing_bytes": sum(p.dram.counts[WRITING] * p.slot_bytes for p in pools),
+            "quarantined_bytes": sum(p.dram.counts[QUARANTINED] * p.slot_bytes for p in pools),
+            "blocks": sum(p.dram.counts[READY] for p in pools),
+            "high_watermark": world.limits.high_watermark,
+            "low_watermark": world.limits.low_watermark,
+        },
+        "nvme": {
+            "quota_bytes": tenant.nvme_quota_bytes,
+            "used_bytes": sum(p.nvme.used * p.slot_bytes for p in pools),
+            "blocks": sum(p.nvme.counts[READY] for p in pools),
+        },
+        "sessions": len(sessions),
+        "orphans": sum(1 for session in sessions if not session.groups),
+        "keyed_blocks": int(np.isin(table.pool[rows], numbers).sum()),
+        "held_blocks": sum(pool.held for pool in pools),
+        "clients": sum(len(group.peers) for group in tenant.groups.values()),
+        "leases": len(tenant.leases),
+        "promised_blocks": sum(pool.promised for pool in pools),
+        "waiting": len(tenant.waiting) + len(tenant.loading),
+    }
+
+
+def sessions(world: World, tenant_name: str) -> dict[str, object]:
+    """A line per session of one tenant, or of all ('')."""
+    return {
+        "sessions": [
+            _session(world, session)
+            for tenant in world.tenants.values()
+            if tenant_name in ("", tenant.name)
+            for session in tenant.sessions.values()
+        ]
+    }
+
+
+def _no_rows() -> Rows:
+    return np.empty(0, np.int64)
+
+
+def _rows(parts: list[Rows]) -> Rows:
+    return np.concatenate([_no_rows(), *(part[part != NONE] for part in parts)])
+
+
+def _where(world: World, rows: Rows) -> tuple[int, int, int]:
+    """Blocks in DRAM, on NVMe only, and lost."""
+    table = world.table
+    dram = table.dram[rows] != NONE
+    nvme = table.nvme[rows] != NONE
+    lost = (table.flags[rows] & F_LOST) != 0
+    return int(dram.sum()), int((nvme & ~dram).sum()), int(lost.sum())
+
+
+def _session(world: World, session: Session) -> dict[str, object]:
+    rows = _rows(list(session.row_arrays()))
+    dram, nvme, lost = _where(world, rows)
+    slot_bytes = max(pool.slot_bytes for pool in session.pools)
+    tokens = world.node_table.tokens
+    return {
+        "session": f"{session.sid:016x}",
+        "name": session.name,
+        "tenant": session.tenant.name,
+        "priority": session.priority,
+        "nodes": len(session.nodes),
+        "blocks": len(rows),
+        "tokens": max(int(tokens[node.index]) for node in session.nodes.values()),
+        "dram_bytes": dram * slot_bytes,
+        "nvme_bytes": nvme * slot_bytes,
+        "lost_blocks": lost,
+        "state": "open" if session.groups else "orphan",
+        "idle_s": 0.0 if session.groups else round(world.now_s - session.idle_since_s, 1),
+    }
+
+
+def tree(world: World, name: str) -> dict[str, object]:
+    """The nodes of the session of this id (hex) or name. Errors: UnknownSession."""
+    for tenant in world.tenants.values():
+        for session in tenant.sessions.values():
+            if name in (f"{session.sid:016x}", session.name) and name:
+                return {
+                    "session": f"{session.sid:016x}",
+                    "name": session.name,
+                    "nodes": [_node(world, node) for node in session.nodes.values()],
+                }
+    raise UnknownSession(f"no session has the id or name {name!r}; see kvtierctl sessions")
+
+
+def _node(world: World, node: Node) -> dict[str, object]:
+    rows = _rows([run.rows for run in node.runs])
+    dram, nvme, lost = _where(world, rows)
+    return {
+        "node": node.id,
+        "parent": NO_NODE if node.parent is None else node.parent.id,
+        "fork_tokens": node.fork_tokens,
+        "ended": node.ended,
+        "retention": node.retention,
+        "pages": max(run.start + run.length for run in node.runs),
+        "tokens": int(world.node_table.tokens[node.index]),
+        "dram_blocks": dram,
+        "nvme_blocks": nvme,
+        "lost_blocks": lost,
+    }

@@ -1,0 +1,288 @@
+"""Slabs and slots of one tier: who may use which, and the word of each slot.
+
+    FREE ──alloc──► WRITING ──commit──► READY ──free──► FREE        (a client writes)
+    FREE ──alloc──► FILLING ──done────► READY ──free──► FREE        (the daemon copies)
+                    WRITING ──expiry──► QUARANTINED ──owner acknowledged or died──► FREE
+    NVMe: READY or FILLING ──clear──► CLEARING ──header is clear on the medium──► FREE
+
+A payload is cut into slabs; a slab in use belongs to one SlabPool (one layout of one tenant) and
+is cut into its slots. Slot number = slab * max_slots + place. The word of a slot is the truth
+about its state; counters follow it and `recount` checks them.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtierd.core.blocks import Slots
+
+FREE: Final = 0
+WRITING: Final = 1
+READY: Final = 2
+FILLING: Final = 3
+QUARANTINED: Final = 4
+CLEARING: Final = 5
+STATES: Final = 6
+
+NO_OWNER: Final = 0xFFFF
+READERS_MAX: Final = 255
+READER_BITS: Final = np.uint64(0xFFFFFF00)
+"""The bits of a word that say who reads the slot: count and owner."""
+_STATE_MASK: Final = np.uint64(0xFF)
+
+
+def word(state: int, owner: int = NO_OWNER, tag: int = 0, readers: int = 0) -> int:
+    """The word of a slot; `tag` is a lease's counter (WRITING) or the low half of a seq (READY)."""
+    return state | readers << 8 | owner << 16 | (tag & 0xFFFFFFFF) << 32
+
+
+def ready_words(seqs: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Words of READY slots without readers whose bodies carry `seqs`."""
+    words: NDArray[np.uint64] = (seqs << np.uint64(32)) | np.uint64(word(READY))
+    return words
+
+
+class SlabPool:
+    """The slabs of one layout of one tenant in one tier."""
+
+    def __init__(self, number: int, slot_bytes: int, slots_per_slab: int) -> None:
+        self.number = number
+        self.slot_bytes = slot_bytes
+        self.slots_per_slab = slots_per_slab
+        self.free: dict[int, int] = {}  # slab -> free slots, every slab of the pool
+        self.open: dict[int, None] = {}  # slabs with a free slot, in order of use
+        self.empty: dict[int, None] = {}  # slabs with free slots only; other pools may take them
+        self.draining: set[int] = set()  # slabs being emptied for another pool
+        self.counts = [0] * STATES  # slots by state
+
+    @property
+    def total(self) -> int:
+        """Slots of all its slabs."""
+        return len(self.free) * self.slots_per_slab
+
+    @property
+    def occupied_total(self) -> int:
+        """Slots of the slabs that are not empty."""
+        return (len(self.free) - len(self.empty)) * self.slots_per_slab
+
+    @property
+    def used(self) -> int:
+        """Slots that are not free."""
+        return self.total - self.counts[FREE]
+
+
+class Slabs:
+    """Allocation of the slots of one payload; `on_assign(slab, pool | None)` records a change."""
+
+    def __init__(
+        self,
+        slabs: int,
+        slab_bytes: int,
+        max_slots: int,
+        words: NDArray[np.uint64],
+        on_assign: Callable[[int, SlabPool | None], None],
+    ) -> None:
+        assert len(words) == slabs * max_slots
+        self.slabs, self.slab_bytes, self.max_slots = slabs, slab_bytes, max_slots
+        self.words = words
+        self.row_of = np.zeros(len(words), np.int32)  # row + 1; zeros stay untouched memory
+        self.free_slabs = list(range(slabs - 1, -1, -1))
+        self.pool_of: list[SlabPool | None] = [None] * slabs
+        self._empty = 0  # empty slabs of all pools
+        self._on_assign = on_assign
+
+    def adopt(self, slab: int, pool: SlabPool) -> None:
+        """Take over a slab that an earlier life had assigned; the words say what is in it."""
+        self.free_slabs.remove(slab)
+        self.pool_of[slab] = pool
+        base = slab * self.max_slots
+        states = (self.words[base : base + pool.slots_per_slab] & _STATE_MASK).astype(np.int64)
+        for state, n in enumerate(np.bincount(states, minlength=STATES).tolist()):
+            pool.counts[state] += n
+        pool.free[slab] = int((states == FREE).sum())
+        if pool.free[slab]:
+            pool.open[slab] = None
+        if pool.free[slab] == pool.slots_per_slab:
+            pool.empty[slab] = None
+            self._empty += 1
+
+    @property
+    def unused_slabs(self) -> int:
+        """Slabs without a used slot: unassigned ones and empty ones of every pool."""
+        return len(self.free_slabs) + self._empty
+
+    def spare_slabs(self, pool: SlabPool) -> int:
+        """Slabs that the pool could still take: unassigned ones and empty ones of other pools."""
+        return len(self.free_slabs) + self._empty - len(pool.empty)
+
+    def available(self, pool: SlabPool) -> int:
+        """Slots that `alloc` can give the pool now."""
+        hidden = sum(pool.free[slab] for slab in pool.draining)
+        return pool.counts[FREE] - hidden + self.spare_slabs(pool) * pool.slots_per_slab
+
+    def alloc(self, pool: SlabPool, n: int, state: int, owner: int, tag: int) -> Slots | None:
+        """Take `n` slots, lowest places first; None, and nothing taken, when there are not so many.
+
+        Slots that lie beside each other come beside each other, so that copies coalesce.
+        """
+        if n > self.available(pool):
+            return None
+        value = np.uint64(word(state, owner, tag))
+        if n == 1 and pool.open:
+            return self._alloc_one(pool, state, value)
+        parts: list[Slots] = []
+        need = n
+        while need:
+            slab = next((s for s in pool.open if s not in pool.draining), None)
+            if slab is None:
+                slab = self._assign(pool)
+            base = slab * self.max_slots
+            view = self.words[base : base + pool.slots_per_slab]
+            places = np.flatnonzero(view == 0)[:need]
+            view[places] = value
+            parts.append(places + base)
+            need -= len(places)
+            self._took(pool, slab, len(places))
+        pool.counts[FREE] -= n
+        pool.counts[state] += n
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _alloc_one(self, pool: SlabPool, state: int, value: np.uint64) -> Slots:
+        for slab in pool.open:
+            if slab not in pool.draining:
+                break
+        else:
+            slab = self._assign(pool)
+        base = slab * self.max_slots
+        slot = base + int(self.words[base : base + pool.slots_per_slab].argmin())
+        self.words[slot] = value
+        self._took(pool, slab, 1)
+        pool.counts[FREE] -= 1
+        pool.counts[state] += 1
+        return np.array((slot,), np.int64)
+
+    def _took(self, pool: SlabPool, slab: int, n: int) -> None:
+        if slab in pool.empty:
+            del pool.empty[slab]
+            self._empty -= 1
+        left = pool.free[slab] - n
+        pool.free[slab] = left
+        if not left:
+            del pool.open[slab]
+
+    def _assign(self, pool: SlabPool) -> int:
+        if not self.free_slabs:
+            self._unassign(*next(self._empty_of_others(pool)))
+        slab = self.free_slabs.pop()
+        base = slab * self.max_slots
+        self.words[base : base + self.max_slots] = 0  # a crash may have left some behind
+        self.pool_of[slab] = pool
+        pool.free[slab] = pool.slots_per_slab
+        pool.open[slab] = None
+        pool.empty[slab] = None
+        self._empty += 1
+        pool.counts[FREE] += pool.slots_per_slab
+        self._on_assign(slab, pool)
+        return slab
+
+    def _empty_of_others(self, pool: SlabPool) -> Iterator[tuple[SlabPool, int]]:
+        for slab, other in enumerate(self.pool_of):
+            if other is not None and other is not pool and slab in other.empty:
+                yield other, slab
+
+    def _unassign(self, pool: SlabPool, slab: int) -> None:
+        del pool.free[slab], pool.open[slab], pool.empty[slab]
+        self._empty -= 1
+        pool.draining.discard(slab)
+        pool.counts[FREE] -= pool.slots_per_slab
+        self.pool_of[slab] = None
+        self.free_slabs.append(slab)
+        self._on_assign(slab, None)
+
+    def set_state(self, pool: SlabPool, slots: Slots, old: int, values: NDArray[np.uint64]) -> None:
+        """Give slots of one pool, all in state `old`, new words of one new state."""
+        self.words[slots] = values
+        new = int(values[0] & _STATE_MASK)
+        pool.counts[old] -= len(slots)
+        pool.counts[new] += len(slots)
+
+    def free(self, pool: SlabPool, slots: Slots, old: int) -> None:
+        """Give slots of one pool, all in state `old`, back. A slab left empty stays with its pool
+        until another one needs it."""
+        n = len(slots)
+        if n == 1:
+            slot = int(slots[0])
+            self.words[slot] = 0
+            self.row_of[slot] = 0
+            self._gave(pool, slot // self.max_slots, 1)
+        else:
+            first, last = int(slots[0]), int(slots[-1])
+            if last - first == n - 1 and first // self.max_slots == last // self.max_slots:
+                self.words[first : last + 1] = 0
+                self.row_of[first : last + 1] = 0
+                self._gave(pool, first // self.max_slots, n)
+            else:
+                self.words[slots] = 0
+                self.row_of[slots] = 0
+                counts = np.bincount(slots // self.max_slots)
+                for slab in np.flatnonzero(counts).tolist():
+                    self._gave(pool, slab, int(counts[slab]))
+        pool.counts[old] -= n
+        pool.counts[FREE] += n
+        for slab in [s for s in pool.draining if s in pool.empty]:
+            self._unassign(pool, slab)
+
+    def _gave(self, pool: SlabPool, slab: int, n: int) -> None:
+        free = pool.free[slab] + n
+        pool.free[slab] = free
+        pool.open[slab] = None
+        if free == pool.slots_per_slab:
+            pool.empty[slab] = None
+            self._empty += 1
+
+    def drain(self, pool: SlabPool, slab: int) -> None:
+        """Allocate no more from a slab; it goes to all pools once it is empty."""
+        pool.draining.add(slab)
+        if slab in pool.empty:
+            self._unassign(pool, slab)
+
+    def slots_of(self, pool: SlabPool, slab: int | None = None) -> Slots:
+        """All slots of a pool, or of one of its slabs, in whatever state."""
+        places = np.arange(pool.slots_per_slab)
+        slabs = np.array(sorted(pool.free) if slab is None else [slab], np.int64)
+        slots: Slots = (slabs[:, None] * self.max_slots + places).ravel()
+        return slots
+
+    def offsets(self, pool: SlabPool, slots: Slots) -> NDArray[np.uint64]:
+        """Byte offsets of slots of one pool in the payload."""
+        slab, place = np.divmod(slots, self.max_slots)
+        found: NDArray[np.uint64] = (slab * self.slab_bytes + place * pool.slot_bytes).astype("<u8")
+        return found
+
+    def offset(self, pool: SlabPool, slot: int) -> int:
+        """Byte offset of one slot."""
+        slab, place = divmod(slot, self.max_slots)
+        return slab * self.slab_bytes + place * pool.slot_bytes
+
+    def slots_at(self, offsets: NDArray[np.uint64]) -> Slots | None:
+        """The slots at byte offsets, all of one pool; None when an offset is not a slot's."""
+        slab, inside = np.divmod(offsets.astype(np.int64), self.slab_bytes)
+        if not len(slab) or int(slab.max()) >= self.slabs:
+            return None
+        pool = self.pool_of[int(slab[0])]
+        if pool is None or any(self.pool_of[s] is not pool for s in np.unique(slab).tolist()):
+            return None
+        place, rest = np.divmod(inside, pool.slot_bytes)
+        if rest.any() or int(place.max()) >= pool.slots_per_slab:
+            return None
+        return slab * self.max_slots + place
+
+    def recount(self, pool: SlabPool) -> list[int]:
+        """Slots by state, counted from the words."""
+        if not pool.free:
+            return [0] * STATES
+        states = (self.words[self.slots_of(pool)] & _STATE_MASK).astype(np.int64)
+        counts: list[int] = np.bincount(states, minlength=STATES).tolist()
+        return counts

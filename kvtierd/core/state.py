@@ -1,0 +1,497 @@
+"""The daemon's state: a request, completion or tick goes in; replies and actions come out.
+
+`handle` is the entry for client requests: it finds the verb's handler in `_verbs`, turns errors
+into replies, and queues requests that must wait. After each event the caller carries out
+`take_actions()` in order. To add a verb: a struct in `kvtier_client.wire`, a method in the module
+whose subject it is, and a line in `_verbs`.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier_client import wire
+from kvtier_client.errors import (
+    InvalidArgument,
+    KvtierError,
+    LeaseExpired,
+    NotOwner,
+    QuotaExceeded,
+)  # fmt: skip
+from kvtierd.core.actions import Action, Note, RecordMember, Send
+from kvtierd.core.blocks import F_HELD, NONE
+from kvtierd.core.copies import Copies
+from kvtierd.core.evict import Evictor
+from kvtierd.core.leases import (
+    MEMBERS_MAX,
+    Group,
+    Kind,
+    Lease,
+    Member,
+    Peer,
+    Ticket,
+    owner_of,
+    pack_u32,
+)  # fmt: skip
+from kvtierd.core.reads import Reads
+from kvtierd.core.sessions import Sessions
+from kvtierd.core.slabs import NO_OWNER
+from kvtierd.core.tenant import Pool, Tenant
+from kvtierd.core.world import World
+from kvtierd.core.writes import Writes
+
+GROUP_LINGER_S = 30.0
+"""How long a group without connections or leases is remembered for repeats."""
+
+
+class State:
+    """All tables of the daemon and everything that may happen to them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.copies = Copies(world)
+        self.evictor = Evictor(world, self.copies)
+        self.writes = Writes(world, self.copies, self.evictor)
+        self.reads = Reads(world, self.copies, self.evictor, self.writes)
+        self.sessions = Sessions(world, self.copies, self.writes, self.reads)
+        self._next_reap_s = 0.0
+        self.unclaimed: dict[tuple[int, bytes], Callable[[Pool], None]] = {}
+        """Blocks of layouts that nobody has registered since the catalog was lost."""
+        self._verbs: dict[type, Callable[[Peer, Any], Any]] = {
+            wire.RegisterLayout: self._register_layout,
+            wire.OpenSession: self.sessions.open,
+            wire.ResumeSession: self.sessions.resume,
+            wire.CloseSession: self.sessions.close,
+            wire.Describe: self.sessions.describe,
+            wire.Fork: self.sessions.fork,
+            wire.Prune: self.sessions.prune,
+            wire.SetRetention: self.sessions.set_retention,
+            wire.SetPriority: self.sessions.set_priority,
+            wire.PutBlob: self.sessions.put_blob,
+            wire.GetBlob: self.sessions.get_blob,
+            wire.Reserve: self.writes.reserve,
+            wire.Commit: self._commit,
+            wire.Abort: self.writes.abort,
+            wire.Acquire: self._acquire,
+            wire.Renew: self._renew,
+            wire.Release: self.reads.release,
+            wire.Prefetch: self._prefetch,
+            wire.Cancel: self.reads.cancel,
+            wire.Lookup: self.reads.lookup,
+            wire.ReserveKeys: self.writes.reserve_keys,
+            wire.CommitKeys: self.writes.commit_keys,
+            wire.AcquireKeys: self.reads.acquire_keys,
+            wire.Hold: self.sessions.hold,
+            wire.Unhold: self.sessions.unhold,
+            wire.Remove: self.sessions.remove,
+        }
+
+    # ------------------------------------------------------------ requests
+
+    def handle(self, peer: Peer, req: wire.Request, now_s: float) -> wire.Reply | None:
+        """Carry out a client's request; None when the reply comes later, or none is wanted."""
+        world = self.world
+        world.now_s = now_s
+        oneway: int = getattr(req, "oneway", 0)
+        try:
+            verb = self._verbs.get(type(req))
+            if verb is None:
+                raise InvalidArgument("hello was said already on this connection")
+            result = verb(peer, req)
+            if type(result) is Ticket:
+                self._queue(result)
+                result = None
+        except KvtierError as error:
+            result = self.error(peer, req.id, error)
+            if oneway:
+                world.actions.append(
+                    Send(peer, wire.Failed(req.id, world.boot, peer.acked, error.code, str(error)))
+                )
+        tenant = peer.group.tenant
+        if tenant.waiting or tenant.loading:
+            self.pump(tenant)
+        if oneway:
+            peer.acked = max(peer.acked, oneway)
+            return None
+        return result  # type: ignore[no-any-return]
+
+    def error(self, peer: Peer, request_id: int, error: KvtierError) -> wire.Error:
+        """An error as a reply."""
+        pages = pack_u32(np.array(error.pages, np.int64)) if error.pages else b""
+        return wire.Error(request_id, self.world.boot, peer.acked, error.code, str(error), pages)
+
+    def take_actions(self) -> list[Action]:
+        """What has to be done now, in this order."""
+        actions, self.world.actions = self.world.actions, []
+        return actions
+
+    def _register_layout(self, peer: Peer, req: wire.RegisterLayout) -> wire.LayoutRegistered:
+        reply = self.sessions.register_layout(peer, req)
+        tenant = peer.group.tenant
+        adopt = self.unclaimed.pop((tenant.number, reply.fingerprint), None)
+        if adopt is not None:
+            adopt(tenant.pools[reply.fingerprint])
+        return reply
+
+    def _commit(self, peer: Peer, req: wire.Commit) -> wire.Done:
+        done = self.writes.commit(peer, req, self.sessions.get(peer, req.session))
+        self.balance(peer.group.tenant)
+        return done
+
+    def _acquire(self, peer: Peer, req: wire.Acquire) -> wire.Granted | Ticket:
+        return self.reads.acquire(peer, req, self.sessions.get(peer, req.session))
+
+    def _prefetch(self, peer: Peer, req: wire.Prefetch) -> wire.Done:
+        return self.reads.prefetch(peer, req, self.sessions.get(peer, req.session))
+
+    def _renew(self, peer: Peer, req: wire.Renew) -> wire.Done:
+        lease = self.writes.lease(peer, req.lease)
+        if lease.expired and lease.kind is Kind.WRITE:
+            raise LeaseExpired(f"lease {req.lease:#x} ran out; abort it when its copies have ended")
+        lease.deadline_s = self.world.now_s + self.world.ttl_s(req.ttl_s)
+        lease.expired = False
+        return wire.Done(req.id, self.world.boot, peer.acked, 1)
+
+    # -------------------------------------------------------------- groups
+
+    def hello(
+        self, conn: object, tenant: Tenant, uid: int, pid: int, start_time: int,
+        req: wire.Hello, now_s: float,
+    ) -> tuple[Peer, list[int]]:  # fmt: skip
+        """Let a connection in; returns its peer and which of its leases have ended."""
+        self.world.now_s = now_s
+        if len(req.group) != 16 or not 16 <= len(req.secret) <= 64:
+            raise InvalidArgument("a group id has 16 bytes and its secret 16..64")
+        secret_hash = hashlib.sha256(b"kvtierd-group" + req.secret).digest()[:16]
+        group = tenant.groups.get(req.group)
+        if group is None:
+            if len(tenant.groups) >= self.world.limits.groups:
+                raise QuotaExceeded(f"{len(tenant.groups)} client groups (limits.groups)")
+            group = Group(req.group, secret_hash, tenant)
+            tenant.groups[req.group] = group
+        elif not hmac.compare_digest(group.secret_hash, secret_hash):
+            raise NotOwner("the group exists and has another secret")
+        member = self._member(group, req.member, uid, pid, start_time)
+        peer = Peer(conn, group, member, self.world.boot)
+        group.peers.add(peer)
+        lost = self._reclaim(group, member, req.leases)
+        return peer, lost
+
+    def _member(self, group: Group, index: int, uid: int, pid: int, start_time: int) -> Member:
+        tenant = group.tenant
+        for member in group.members:
+            if member.index == index:
+                if (member.pid, member.start_time) != (pid, start_time):
+                    raise NotOwner(f"member {index} of this group is another process")
+                return member
+        free = next((i for i in range(MEMBERS_MAX) if i not in tenant.members), None)
+        if free is None:
+            raise QuotaExceeded(f"tenant {tenant.name} has {MEMBERS_MAX} client processes")
+        member = Member(free, group, pid, start_time, uid)
+        tenant.members[free] = member
+        group.members.append(member)
+        self.world.actions.append(RecordMember(tenant, member))
+        return member
+
+    def _reclaim(self, group: Group, member: Member, claims: list[wire.HeldLease]) -> list[int]:
+        """Match what a returning client says it holds with what is known; returns what has ended.
+
+        Leases of an earlier life that it does not claim have ended: it holds them no more."""
+        lost = []
+        kept = set()
+        for claim in claims:
+            lease = group.leases.get(claim.lease)
+            if lease is None and not claim.write:
+                lease = self._reclaim_read(group, claim)
+            elif lease is not None and lease.recovered and not self._reorder(lease, claim):
+                lease = None
+            if lease is None or (lease.expired and lease.kind is Kind.WRITE):
+                lost.append(claim.lease)
+            else:
+                kept.add(lease.id)
+                lease.recovered = False
+                lease.deadline_s = self.world.now_s + self.world.limits.lease_ttl_s
+        member.returned = True
+        for lease in [x for x in group.leases.values() if x.recovered and x.id not in kept]:
+            owner = owner_of(lease.id)
+            if owner == member.index or (owner == NO_OWNER and group.returned):
+                self._end_lease(lease)
+        return lost
+
+    def _reorder(self, lease: Lease, claim: wire.HeldLease) -> bool:
+        """Put a recovered write lease's slots in the order in which its holder got them."""
+        offsets = np.frombuffer(claim.offsets, "<u8") if len(claim.offsets) % 8 == 0 else None
+        slots = None if offsets is None else lease.group.tenant.arena.slots_at(offsets)
+        if slots is None or not np.isin(lease.slots, slots).all():
+            return False
+        lease.slots = np.where(np.isin(slots, lease.slots), slots, NONE)
+        lease.offsets = claim.offsets
+        return True
+
+    def _reclaim_read(self, group: Group, claim: wire.HeldLease) -> Lease | None:
+        """Rebuild a read lease from the arena offsets that its holder still reads."""
+        tenant = group.tenant
+        offsets = np.frombuffer(claim.offsets, "<u8") if len(claim.offsets) % 8 == 0 else None
+        if offsets is None or not len(offsets) or claim.lease >> 32 not in tenant.members:
+            return None
+        slots = tenant.arena.slots_at(offsets)
+        if slots is None:
+            return None
+        rows = tenant.arena.row_of[slots].astype(np.int64) - 1
+        table = self.world.table
+        if int(rows.min()) < 0 or (table.dram[rows] != slots).any():
+            return None
+        earlier = [x for x in group.leases.values() if x.recovered and x.kind is Kind.READ]
+        if not any(np.isin(rows, x.rows).all() for x in earlier):
+            return None
+        pool = self.world.pools[int(table.pool[rows[0]])]
+        lease = Lease(
+            claim.lease, group, pool, Kind.READ,
+            self.world.now_s + self.world.limits.lease_ttl_s, slots, rows, claim.offsets,
+        )  # fmt: skip
+        self.reads.add_readers(lease, claim.lease >> 32)
+        self.writes.add_lease(lease)
+        return lease
+
+    def _end_lease(self, lease: Lease) -> None:
+        if lease.kind is Kind.WRITE:
+            self.writes.free_write_lease(lease)
+        else:
+            self.reads.end_lease(lease)
+
+    def closed(self, peer: Peer, now_s: float) -> None:
+        """A connection closed; its process may still live, and its leases with it."""
+        self.world.now_s = now_s
+        peer.open = False
+        group = peer.group
+        group.peers.discard(peer)
+        group.idle_since_s = now_s
+        tenant = group.tenant
+        for queue in (tenant.waiting, tenant.loading):
+            for ticket in [t for t in queue if t.peer is peer]:
+                queue.remove(ticket)
+                self.reads.cancel_ticket(ticket)
+        peer.tickets.clear()
+        self.pump(tenant)
+
+    def process_died(self, member: Member, now_s: float) -> None:
+        """A client process is dead; with the last of a group, its leases end."""
+        self.world.now_s = now_s
+        member.alive = False
+        group = member.group
+        self.world.actions.append(RecordMember(group.tenant, member))
+        if not group.alive:
+            self._forget_group(group)
+            self.pump(group.tenant)
+
+    def _forget_group(self, group: Group) -> None:
+        tenant = group.tenant
+        for lease in list(group.leases.values()):
+            self._end_lease(lease)
+        for sid in list(group.sessions):
+            session = tenant.sessions[sid]
+            session.groups.discard(group)
+            session.idle_since_s = self.world.now_s
+        for member in group.members:
+            if tenant.members.pop(member.index, None) is not None and member.alive:
+                member.alive = False
+                self.world.actions.append(RecordMember(tenant, member))
+        tenant.groups.pop(group.id, None)
+
+    # --------------------------------------------------------- completions
+
+    def demoted(
+        self, batch: int, status: NDArray[np.uint8], checksums: NDArray[np.uint64], now_s: float
+    ) -> None:
+        """A `Demote` has ended."""
+        self._ended(batch, now_s, lambda: self.copies.demoted(batch, status, checksums))
+
+    def promoted(self, batch: int, status: NDArray[np.uint8], now_s: float) -> None:
+        """A `Promote` has ended."""
+        self._ended(batch, now_s, lambda: self.copies.promoted(batch, status))
+
+    def cleared(self, batch: int, now_s: float) -> None:
+        """A `Clear` has ended."""
+        self._ended(batch, now_s, lambda: self.copies.cleared(batch))
+
+    def _ended(self, batch: int, now_s: float, settle: Callable[[], None]) -> None:
+        self.world.now_s = now_s
+        tenant = self.world.batches[batch].pool.tenant
+        settle()
+        self.pump(tenant)
+        self.balance(tenant)
+
+    def balance(self, tenant: Tenant) -> None:
+        """Evict by watermark; tells the tenant's clients when the pressure changes."""
+        if not self.evictor.balance(tenant):
+            return
+        world = self.world
+        free = tenant.arena_bytes() - tenant.used_bytes()
+        for group in tenant.groups.values():
+            for peer in group.peers:
+                push = wire.Pressure(0, world.boot, peer.acked, int(tenant.pressure), free)
+                world.actions.append(Send(peer, push))
+
+    # ------------------------------------------------------------- waiting
+
+    def _queue(self, ticket: Ticket) -> None:
+        tenant = ticket.pool.tenant
+        if ticket.loading:
+            tenant.loading.append(ticket)
+        elif len(tenant.waiting) >= self.world.limits.waiting_per_tenant:
+            raise QuotaExceeded(f"{len(tenant.waiting)} requests of the tenant wait already")
+        else:
+            tenant.waiting.append(ticket)
+
+    def pump(self, tenant: Tenant) -> None:
+        """Go on with what waits: demand before prefetch, each pool in order of arrival."""
+        for ticket in list(tenant.loading):
+            result = self.reads.finish_loading(ticket)
+            if result is not None:
+                tenant.loading.remove(ticket)
+                self._answer(ticket, result)
+            elif ticket.prefetch and ticket.ended:
+                tenant.loading.remove(ticket)
+        blocked: set[int] = set()
+        for ticket in sorted(tenant.waiting, key=lambda t: (t.prefetch, -t.priority)):
+            if ticket.pool.number in blocked:
+                continue
+            try:
+                result = self._advance(ticket)
+            except KvtierError as error:
+                result = error
+            if result is not None:
+                tenant.waiting.remove(ticket)
+                self._answer(ticket, result)
+            elif ticket.loading:
+                tenant.waiting.remove(ticket)
+                if not ticket.ended:
+                    tenant.loading.append(ticket)
+            else:
+                blocked.add(ticket.pool.number)
+
+    def _advance(self, ticket: Ticket) -> wire.Granted | KvtierError | None:
+        req = ticket.request
+        if isinstance(req, wire.Reserve | wire.ReserveKeys):
+            lease = self.writes.retry(ticket)
+            return None if lease is None else self.writes.granted(ticket.peer, req.id, lease)
+        session = ticket.pool.tenant.sessions.get(getattr(req, "session", -1))
+        self.reads.refresh(ticket, session)
+        if ticket.prefetch and not len(ticket.rows):
+            ticket.loading = True
+            self.reads.end_prefetch(ticket, ticket.asked, 0)
+            return None
+        if self.reads.advance(ticket) and not ticket.prefetch:
+            return self.reads.grant(ticket)
+        return None
+
+    def _answer(self, ticket: Ticket, result: wire.Granted | KvtierError) -> None:
+        req, peer = ticket.request, ticket.peer
+        if ticket.prefetch:
+            self.reads.end_prefetch(ticket, 0, len(ticket.rows))
+            return
+        if isinstance(result, KvtierError):
+            self.world.actions.append(Send(peer, self.error(peer, req.id, result)))
+        else:
+            self.world.actions.append(Send(peer, result))
+
+    # ---------------------------------------------------------------- time
+
+    def tick(self, now_s: float) -> None:
+        """Let deadlines pass: waits, leases, idle groups, orphans."""
+        world = self.world
+        world.now_s = now_s
+        for tenant in world.tenants.values():
+            for queue in (tenant.waiting, tenant.loading):
+                for ticket in [t for t in queue if t.deadline_s <= now_s]:
+                    queue.remove(ticket)
+                    self._overdue(ticket)
+            for lease in [x for x in tenant.leases.values() if x.deadline_s <= now_s]:
+                self._expire(lease)
+            for group in list(tenant.groups.values()):
+                idle = not group.peers and not group.leases and group.returned
+                if idle and now_s - group.idle_since_s > GROUP_LINGER_S:
+                    self._forget_group(group)
+            self.evictor.end_stuck_drains(tenant)
+            self.pump(tenant)
+            self.balance(tenant)
+        if now_s >= self._next_reap_s:
+            self._next_reap_s = now_s + 1.0
+            self._reap_orphans()
+
+    def _overdue(self, ticket: Ticket) -> None:
+        if isinstance(ticket.request, wire.Reserve | wire.ReserveKeys):
+            self._answer(ticket, self.writes.refusal(ticket.pool, ticket.asked))
+        elif ticket.prefetch:
+            self.reads.end_prefetch(ticket, 0, len(ticket.rows))
+        else:
+            self._answer(ticket, self.reads.refusal(ticket))
+
+    def _expire(self, lease: Lease) -> None:
+        """A lease ran out: a pin ends, a writer's slots are quarantined, a reader is reminded."""
+        world = self.world
+        if lease.kind is Kind.PIN:
+            self.reads.end_lease(lease)
+            return
+        lease.deadline_s = float("inf")
+        if lease.kind is Kind.WRITE:
+            self.writes.quarantine(lease)
+        else:
+            lease.expired = True
+            world.counters["expired_leases"] += 1
+        for peer in lease.group.peers:
+            world.actions.append(Send(peer, wire.Revoke(0, world.boot, peer.acked, lease.id)))
+
+    def _reap_orphans(self) -> None:
+        world = self.world
+        for tenant in world.tenants.values():
+            for session in list(tenant.sessions.values()):
+                idle_s = world.now_s - session.idle_since_s
+                if not session.groups and idle_s > world.limits.orphan_ttl_s:
+                    blocks = self.sessions.end(session)
+                    world.counters["reaped_orphans"] += 1
+                    text = (
+                        f"session {session.sid:016x} ({session.name or 'unnamed'}) of tenant "
+                        f"{tenant.name} had no client for {idle_s:.0f} s (recovery.orphan_ttl): "
+                        f"closed, {blocks} blocks freed"
+                    )
+                    world.actions.append(Note("orphan_reaped", text))
+
+    # ---------------------------------------------------------- invariants
+
+    def validate(self) -> None:
+        """Recount everything; AssertionError when the books do not balance."""
+        world, table = self.world, self.world.table
+        used = np.flatnonzero(table.used_mask())
+        world.keys.check()
+        for pool in world.pools:
+            rows = used[table.pool[used] == pool.number]
+            for slabs, part, column in (
+                (pool.tenant.arena, pool.dram, table.dram), (world.nvme, pool.nvme, table.nvme),
+            ):  # fmt: skip
+                assert slabs.recount(part) == part.counts, (pool.number, part.counts)
+                assert sum(part.counts) == part.total
+                assert sum(part.free.values()) == part.counts[0]
+                mine = rows[column[rows] != NONE]
+                assert (slabs.row_of[column[mine]] == mine + 1).all()
+                assert len(np.unique(column[mine])) == len(mine)
+            kept = ((table.flags[rows] & F_HELD) != 0) | (table.pins[rows] > 0)
+            assert pool.held == int(kept.sum()), (pool.held, int(kept.sum()))
+            both = (table.dram[rows] != NONE) & (table.nvme[rows] != NONE)
+            assert pool.clean == int(both.sum()), (pool.clean, int(both.sum()))
+            leases = [x for x in pool.tenant.leases.values() if x.pool is pool]
+            assert pool.promised == sum(x.promise for x in leases)
+            readers = np.zeros(table.capacity, np.int64)
+            for lease in leases:
+                if lease.kind is Kind.READ:
+                    readers[lease.rows] += 1
+            for ticket in pool.tenant.loading:
+                if ticket.pool is pool and not ticket.prefetch:
+                    readers[ticket.rows] += 1
+            assert (readers[rows] == table.readers[rows]).all()
+            writing = sum(int((x.slots >= 0).sum()) for x in leases if x.kind is Kind.WRITE)
+            assert writing == pool.dram.counts[1] + pool.dram.counts[4]

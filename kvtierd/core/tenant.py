@@ -1,0 +1,133 @@
+"""A tenant, its layout pools, and the arithmetic of admission.
+
+Admission is one inequality per pool: HELD blocks + slots being written + quarantined slots +
+promises must fit the pool's share of both tiers, less the exchange headroom. It does not depend on
+where blocks are now, so that eviction can always make it true.
+"""
+
+import math
+from typing import Final
+
+from kvtier_client.wire import Layout
+from kvtierd.core.blocks import Rows
+from kvtierd.core.leases import Group, Lease, Member, Ticket
+from kvtierd.core.slabs import QUARANTINED, WRITING, SlabPool, Slabs
+from kvtierd.core.tree import Session
+
+SLOT_ALIGN: Final = 4096
+
+
+class Pool:
+    """All blocks of one layout of one tenant: a SlabPool in each tier and their accounting."""
+
+    def __init__(
+        self, number: int, tenant: "Tenant", layout: Layout, dram: SlabPool, nvme: SlabPool
+    ) -> None:
+        self.number, self.tenant, self.layout, self.dram, self.nvme = (
+            number, tenant, layout, dram, nvme,
+        )  # fmt: skip
+        self.fingerprint = layout.fingerprint()
+        self.layout0 = int.from_bytes(self.fingerprint[:8], "little")
+        self.layout1 = int.from_bytes(self.fingerprint[8:], "little")
+        self.slot_bytes = dram.slot_bytes
+        self.held = 0  # rows that may not be dropped: HELD or pinned
+        self.clean = 0  # rows readable in DRAM that have an NVMe copy too
+        self.promised = 0  # blocks promised to leases beyond their slots
+        self.moving = 0  # rows being demoted: their DRAM slots will be free
+
+    @property
+    def dram_capacity(self) -> int:
+        """DRAM slots the pool has or could still take."""
+        spare = self.tenant.arena.spare_slabs(self.dram)
+        return self.dram.total + spare * self.dram.slots_per_slab
+
+    @property
+    def headroom(self) -> int:
+        """DRAM slots that only blocks with an NVMe copy may use, so that exchange goes on."""
+        return max(1, math.ceil(self.tenant.headroom * self.dram_capacity))
+
+    @property
+    def nvme_available(self) -> int:
+        """NVMe slots that can be allocated now, within the tenant's quota."""
+        slabs = min(self.tenant.nvme.spare_slabs(self.nvme), self.tenant.nvme_slabs_left)
+        return self.nvme.counts[0] + max(slabs, 0) * self.nvme.slots_per_slab
+
+    @property
+    def write_room(self) -> int:
+        """Slots that writers may take now without touching the exchange headroom."""
+        available = self.tenant.arena.available(self.dram)
+        dirty = self.dram.used - self.clean
+        return min(available, self.dram_capacity - self.headroom - dirty)
+
+    @property
+    def demand(self) -> int:
+        """Blocks that must have a place: HELD, being written, quarantined or promised."""
+        counts = self.dram.counts
+        return self.held + counts[WRITING] + counts[QUARANTINED] + self.promised
+
+    def admits(self, n: int) -> bool:
+        """Whether `n` more blocks can be promised a place in some tier."""
+        if self.demand + n <= self.dram.total + self.nvme.total - self.headroom:
+            return True
+        tenant = self.tenant
+        dram_slabs = tenant.arena.unused_slabs
+        nvme_slabs = min(tenant.nvme.unused_slabs, max(tenant.nvme_slabs_left, 0))
+        for pool in tenant.pools.values():
+            extra = n if pool is self else 0
+            have = pool.dram.occupied_total + pool.nvme.occupied_total - pool.headroom
+            short = pool.demand + extra - have
+            if short <= 0:
+                continue
+            take = min(nvme_slabs, math.ceil(short / pool.nvme.slots_per_slab))
+            nvme_slabs -= take
+            short -= take * pool.nvme.slots_per_slab
+            if short > 0:
+                dram_slabs -= math.ceil(short / pool.dram.slots_per_slab)
+        return dram_slabs >= 0
+
+
+class Tenant:
+    """A security domain: its arena, quotas, sessions, groups and waiting requests."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        arena: Slabs,
+        nvme: Slabs,
+        nvme_quota_bytes: int,
+        headroom: float,
+    ) -> None:
+        self.name, self.number, self.arena, self.nvme = name, number, arena, nvme
+        self.nvme_quota_bytes = nvme_quota_bytes
+        self.headroom = headroom
+        self.pools: dict[bytes, Pool] = {}
+        self.sessions: dict[int, Session] = {}
+        self.closed: dict[int, None] = {}  # recently closed sessions, for repeats
+        self.groups: dict[bytes, Group] = {}
+        self.members: dict[int, Member] = {}
+        self.leases: dict[int, Lease] = {}
+        self.waiting: list[Ticket] = []
+        self.loading: list[Ticket] = []
+        self.pressure = False
+        self.spill_retry_s = 0.0  # no demotion before this time, after an I/O error
+        self.lost_rows: list[Rows] = []
+
+    @property
+    def nvme_slabs_left(self) -> int:
+        """NVMe slabs that the quota still allows."""
+        have = sum(len(pool.nvme.free) for pool in self.pools.values())
+        return self.nvme_quota_bytes // self.nvme.slab_bytes - have
+
+    def arena_bytes(self) -> int:
+        """Bytes of the whole arena."""
+        return self.arena.slabs * self.arena.slab_bytes
+
+    def used_bytes(self) -> int:
+        """Bytes of DRAM slots that are not free."""
+        return sum(pool.dram.used * pool.slot_bytes for pool in self.pools.values())
+
+    def quarantined_bytes(self) -> int:
+        """Bytes of DRAM slots whose writers ran out of time and may still be writing."""
+        pools = self.pools.values()
+        return sum(pool.dram.counts[QUARANTINED] * pool.slot_bytes for pool in pools)

@@ -1,0 +1,207 @@
+"""The ThoughtTree: sessions, their nodes, and which rows of the BlockTable each node has.
+
+A session has parts, one per layout it was opened with (KV-cache group x rank); a node has one
+run of rows per part. A child starts at page `fork_tokens // block_tokens`; while it has no copy of
+its own of a partly filled first page, its ancestor's page is read up to the fork.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvtierd.core.blocks import NONE, Rows
+
+if TYPE_CHECKING:
+    from kvtierd.core.leases import Group
+    from kvtierd.core.tenant import Pool, Tenant
+
+PAGE_GAP_MAX: Final = 4096
+"""How far past a node's last page a block may be named: bounds what one block can allocate."""
+
+
+class Run:
+    """The rows of one node in one part: `rows[page - start]`, NONE where there is no block."""
+
+    __slots__ = ("_rows", "length", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.length = 0
+        self._rows = np.empty(0, np.int64)
+
+    @property
+    def rows(self) -> Rows:
+        """A view of the run, from page `start` on."""
+        return self._rows[: self.length]
+
+    def reach(self, pages: int) -> None:
+        """Lengthen the run so that it has places up to page `pages` (exclusive)."""
+        need = pages - self.start
+        if need <= self.length:
+            return
+        if need > len(self._rows):
+            grown = np.full(max(need, 2 * len(self._rows), 8), NONE, np.int64)
+            grown[: self.length] = self._rows[: self.length]
+            self._rows = grown
+        self.length = need
+
+    def cut(self, pages: int) -> Rows:
+        """Shorten the run to end before page `pages`; returns the rows that it named there."""
+        keep = max(pages - self.start, 0)
+        if keep >= self.length:
+            return np.empty(0, np.int64)
+        gone = self._rows[keep : self.length]
+        gone = gone.copy() if gone.min() >= 0 else gone[gone >= 0]
+        self._rows[keep : self.length] = NONE
+        self.length = keep
+        return gone
+
+
+class Node:
+    """A run of blocks with one parent."""
+
+    __slots__ = (
+        "blob_version", "children", "ended", "fork_tokens", "id", "index", "parent", "retention",
+        "retention_seq", "runs", "session",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        session: "Session",
+        node: int,
+        parent: "Node | None",
+        fork_tokens: int,
+        retention: int,
+        index: int,
+    ) -> None:
+        self.session, self.id, self.parent = session, node, parent
+        self.fork_tokens, self.retention, self.index = fork_tokens, retention, index
+        self.retention_seq = 0  # blocks up to this seq have the node's retention, not their own
+        self.ended = False
+        self.blob_version = 0
+        self.children: dict[int, Node] = {}
+        tokens = session.pools[0].layout.block_tokens
+        self.runs = [Run(fork_tokens // tokens) for _ in session.pools]
+
+
+class Session:
+    """One request's KV: a tree of nodes that owns its HELD blocks."""
+
+    def __init__(
+        self, sid: int, token_hash: bytes, tenant: "Tenant", pools: "list[Pool]", name: str
+    ) -> None:
+        self.sid, self.token_hash, self.tenant, self.pools, self.name = (
+            sid, token_hash, tenant, pools, name,
+        )  # fmt: skip
+        owner = np.frombuffer(token_hash, np.uint64)
+        self.owner0, self.owner1 = int(owner[0]), int(owner[1])
+        self.priority = 0
+        self.nodes: dict[int, Node] = {}
+        self.pruned: set[int] = set()  # node ids are never used again
+        self.groups: set[Group] = set()  # groups that have it open; none: an orphan
+        self.holds: dict[int, set[int]] = {}  # pool number -> rows of keyed blocks
+        self.blob_version = 0
+        self.since_seq = 0  # blocks below it are of an earlier session of the same token
+        self.idle_since_s = 0.0
+        self.found_in_headers = False  # the catalog did not know it
+
+    def part_of(self, pool: "Pool") -> int:
+        """The part that `pool` is; raises ValueError when it is none of the session's."""
+        return 0 if self.pools[0] is pool else self.pools.index(pool)
+
+    def row_arrays(self) -> Iterator[Rows]:
+        """The rows of every node and part, NONE included."""
+        for node in self.nodes.values():
+            for run in node.runs:
+                yield run.rows
+
+
+def subtree(node: Node) -> list[Node]:
+    """The node and all below it, parents first."""
+    found = [node]
+    for each in found:
+        found.extend(each.children.values())
+    return found
+
+
+def trim_to_children(node: Node) -> list[Rows]:
+    """Cut an ended node to its children's largest fork point; returns the rows it named beyond.
+
+    A page that a fork divides stays: a child may not have its own copy of it yet.
+    """
+    fork = max((child.fork_tokens for child in node.children.values()), default=0)
+    tokens = node.session.pools[0].layout.block_tokens
+    return [run.cut(-(-fork // tokens)) for run in node.runs]
+
+
+def remove_branch(node: Node) -> tuple[list[Node], list[Rows]]:
+    """Take a node and its subtree out of the tree, and of its ancestors what nobody needs.
+
+    An ancestor that has ended and is left without children goes too; the first that stays is
+    trimmed if it has ended. Returns the nodes that went and the rows that lost their name.
+    """
+    gone = subtree(node)
+    parent = node.parent
+    assert parent is not None, "the root is never pruned"
+    del parent.children[node.id]
+    while parent.ended and not parent.children and parent.parent is not None:
+        gone.append(parent)
+        above = parent.parent
+        del above.children[parent.id]
+        parent = above
+    session = node.session
+    rows = [run.cut(0) for each in gone for run in each.runs]
+    for each in gone:
+        del session.nodes[each.id]
+        session.pruned.add(each.id)
+    if parent.ended:
+        rows += trim_to_children(parent)
+    return gone, rows
+
+
+def resolve(node: Node, part: int, first: int, count: int) -> tuple[Rows, dict[int, int]]:
+    """The rows of pages `first .. first+count` of the branch that ends in `node`.
+
+    Returns rows (NONE where no block is stored) and, for pages that a fork divides, the tokens
+    that belong to the branch.
+    """
+    run = node.runs[part]
+    lo, hi = first - run.start, first - run.start + count
+    if lo >= 0 and (node.parent is None or run.start < first or not _divided(node)):
+        if hi <= run.length:
+            return run.rows[lo:hi], {}
+        rows = np.full(count, NONE, np.int64)
+        have = run.rows[lo:hi]
+        rows[: len(have)] = have
+        return rows, {}
+    rows = np.full(count, NONE, np.int64)
+    divided: dict[int, int] = {}
+    tokens = node.session.pools[part].layout.block_tokens
+    at: Node | None = node
+    limit_tokens: int | None = None
+    while at is not None:
+        run = at.runs[part]
+        end = run.start + run.length
+        if limit_tokens is not None:
+            end = min(end, -(-limit_tokens // tokens))
+        a, b = max(first, run.start), min(first + count, end)
+        if a < b:
+            place = rows[a - first : b - first]
+            found = run.rows[a - run.start : b - run.start]
+            fresh = (place == NONE) & (found != NONE)
+            place[fresh] = found[fresh]
+            if limit_tokens is not None and limit_tokens % tokens:
+                page = limit_tokens // tokens
+                if a <= page < b and fresh[page - a]:
+                    divided[page] = limit_tokens % tokens
+        if at.parent is not None:
+            limit_tokens = (
+                at.fork_tokens if limit_tokens is None else min(limit_tokens, at.fork_tokens)
+            )
+        at = at.parent
+    return rows, divided
+
+
+def _divided(node: Node) -> bool:
+    return bool(node.fork_tokens % node.session.pools[0].layout.block_tokens)

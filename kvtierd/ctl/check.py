@@ -1,0 +1,164 @@
+"""`check`: the files of a stopped daemon, each by itself and all against each other.
+
+The locks of the directories are taken first, so a running daemon's files are refused. Nothing is
+written. The arena lives in memory and is not looked at.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+import msgspec
+
+from kvtier_client.errors import InvalidArgument
+from kvtierd.catalog.errors import CatalogError
+from kvtierd.catalog.rows import CatalogSnapshot
+from kvtierd.catalog.store import FILE_NAME, Catalog
+from kvtierd.ctl.check_names import NamesCheck, NamesReport
+from kvtierd.ctl.check_spill import SpillCheck, SpillReport, open_existing
+from kvtierd.tiers.locks import LockedDirectory
+from kvtierd.tiers.spill_files import HEADERS_NAME
+
+PROBLEMS_MAX: Final = 1000
+"""Damages that are told one by one; `damages` counts all."""
+
+
+class CatalogCounts(msgspec.Struct):
+    """What the catalog has."""
+
+    sessions: int = 0
+    closed_sessions: int = 0
+    nodes: int = 0
+    pruned_nodes: int = 0
+    layouts: int = 0
+    blobs: int = 0
+    holds: int = 0
+
+
+class CheckReport(msgspec.Struct):
+    """What was counted and found; `ok` when nothing is damaged.
+
+    `notes` are what a start would accept and log: files of another start, orphans.
+    """
+
+    ok: bool
+    state_dir: str
+    instance: str
+    generation: int
+    damages: int
+    problems: list[str]
+    notes: list[str]
+    catalog: CatalogCounts
+    spill: list[SpillReport]
+    blocks: NamesReport
+
+
+def to_builtins(report: CheckReport) -> dict[str, Any]:
+    """The report as plain values."""
+    document: dict[str, Any] = msgspec.to_builtins(report)
+    return document
+
+
+class _Check:
+    def __init__(self, state_dir: str) -> None:
+        self.state_dir = state_dir
+        self.damages = 0
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.counts = CatalogCounts()
+
+    def problem(self, text: str) -> None:
+        self.damages += 1
+        if len(self.problems) < PROBLEMS_MAX:
+            self.problems.append(text)
+
+    def load_catalog(self, directory: LockedDirectory) -> CatalogSnapshot | None:
+        try:
+            catalog = Catalog.open_readonly(directory)
+        except FileNotFoundError:
+            self.problem(f"{directory.path}: there is no {FILE_NAME}")
+            return None
+        except CatalogError as error:
+            self.problem(str(error))
+            return None
+        try:
+            for text in catalog.check():
+                self.problem(text)
+            snapshot = catalog.load()
+        except CatalogError as error:
+            self.problem(str(error))
+            return None
+        finally:
+            catalog.close()
+        self._count(snapshot)
+        return snapshot
+
+    def _count(self, snapshot: CatalogSnapshot) -> None:
+        counts = self.counts
+        counts.layouts = len(snapshot.layouts)
+        for session in snapshot.sessions:
+            counts.sessions += not session.closed
+            counts.closed_sessions += session.closed
+            counts.nodes += len(session.nodes)
+            counts.pruned_nodes += len(session.pruned)
+            counts.blobs += len(session.blob_versions)
+            counts.holds += len(session.holds)
+
+    def judge(self, spill: SpillReport, generation: int) -> None:
+        """Say what a start would warn of."""
+        if spill.slabs and spill.generation not in (generation, generation + 1):
+            self.notes.append(
+                f"{spill.path}: written by start {spill.generation}, the catalog knows "
+                f"{generation}; one of them was restored from an older copy"
+            )
+
+
+def check_files(state_dir: str, spill_paths: Sequence[str], read_payloads: bool) -> CheckReport:
+    """Check a stopped daemon's files; damage is in the report.
+
+    Errors: `StartError` when a daemon runs on them or they are not ours; `InvalidArgument` when
+    there is nothing to check.
+    """
+    check = _Check(state_dir)
+    with ExitStack() as stack:
+        state = open_existing(state_dir)
+        if state is None:
+            raise InvalidArgument(
+                f"check of {state_dir}: there is no such directory; name the daemon's state_dir"
+            )
+        stack.callback(state.close)
+        directories = []
+        for path in spill_paths:
+            directory = open_existing(path)
+            if directory is not None:
+                stack.callback(directory.close)
+            directories.append(directory)
+        used = any(each is not None and each.exists(HEADERS_NAME) for each in directories)
+        if not state.exists(FILE_NAME) and not used:
+            raise InvalidArgument(
+                f"check of {state_dir}: neither a catalog nor spill files are there; "
+                "name the daemon's state_dir or its configuration"
+            )
+        snapshot = check.load_catalog(state)
+        instance = snapshot.instance if snapshot else None
+        generation = snapshot.generation if snapshot else 0
+        names = NamesCheck(snapshot)
+        spill: list[SpillReport] = []
+        for index, (path, directory) in enumerate(zip(spill_paths, directories, strict=True)):
+            one = SpillCheck(path, check.problem, read_payloads)
+            spill.append(one.report)
+            if directory is not None:
+                one.run(directory, instance, index, names.see)
+            elif generation:
+                check.problem(f"{path}: the spill directory is missing; its blocks are lost")
+            if snapshot:
+                check.judge(one.report, generation)
+    if names.report.orphan_blocks:
+        check.notes.append(
+            f"{names.report.orphan_blocks} blocks are of sessions or nodes that the catalog does "
+            "not know; a start keeps the held ones as orphans"
+        )
+    return CheckReport(
+        not check.damages, state_dir, instance.hex() if instance else "", generation, check.damages,
+        check.problems, check.notes, check.counts, spill, names.report,
+    )  # fmt: skip

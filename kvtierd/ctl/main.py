@@ -1,0 +1,203 @@
+"""The commands of kvtierctl."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+
+from kvtierd.config import Config
+from kvtierd.config import load as load_config
+from kvtierd.ctl.errors import reported
+
+SOCKET_VARIABLE: Final = "KVTIERCTL_SOCKET"
+TIMEOUT_S: Final = 10.0
+UNHEALTHY_EXIT_CODE: Final = 1
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def _print_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+class Asker:
+    """How this call reaches the daemon."""
+
+    def __init__(self, socket_path: str | None, config_file: str | None, timeout_s: float) -> None:
+        self._socket_path, self._config_file = socket_path, config_file
+        self._timeout_s = timeout_s
+
+    def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
+        """One admin request. Errors: those of the taxonomy; `ConfigError`."""
+        from kvtier_client.admin import AdminClient
+
+        path = self._socket_path
+        if path is None:
+            config = Config() if self._config_file is None else load_config(self._config_file)
+            path = config.socket.admin_path
+        with AdminClient(path, self._timeout_s) as client:
+            return client.call(verb, **fields)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--socket",
+    "socket_path",
+    envvar=SOCKET_VARIABLE,
+    metavar="PATH",
+    help=f"Admin socket (also ${SOCKET_VARIABLE}); default: the configuration's.",
+)
+@click.option(
+    "--config", "config_file", metavar="FILE", help="Configuration that names the admin socket."
+)
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=TIMEOUT_S,
+    show_default=True, help="Seconds to wait for the daemon.",
+)  # fmt: skip
+@click.pass_context
+def main(
+    context: click.Context, socket_path: str | None, config_file: str | None, timeout_s: float
+) -> None:
+    """Look into kvtierd: a running daemon, or the files of a stopped one.
+
+    Errors are one line on stderr; the exit code says which (docs/OPERATIONS.md).
+    """
+    context.obj = Asker(socket_path, config_file, timeout_s)
+
+
+def _show(as_json: bool, report: dict[str, Any], view: Callable[[dict[str, Any]], None]) -> None:
+    if as_json:
+        _print_json(report)
+    else:
+        view(report)
+
+
+@main.command()
+@json_option
+@click.pass_obj
+def status(asker: Asker, as_json: bool) -> None:
+    """Show whether the daemon is well, and what its tenants use.
+
+    Exits with 1 when the daemon says that something is wrong.
+    """
+    from kvtierd.ctl.views import show_status
+
+    with reported(as_json):
+        stats = asker.ask("stats")
+    _show(as_json, stats, show_status)
+    if not stats["health"]["ok"]:
+        sys.exit(UNHEALTHY_EXIT_CODE)
+
+
+@main.command()
+@json_option
+@click.pass_obj
+def tiers(asker: Asker, as_json: bool) -> None:
+    """Show how full each tier is, by tenant and by spill directory."""
+    from kvtierd.ctl import views
+
+    with reported(as_json):
+        report = views.tiers(asker.ask("stats"))
+    _show(as_json, report, views.show_tiers)
+
+
+@main.command()
+@click.option("--tenant", default="", help="Only sessions of this tenant.")
+@json_option
+@click.pass_obj
+def sessions(asker: Asker, tenant: str, as_json: bool) -> None:
+    """List the sessions, with what they keep in each tier."""
+    from kvtierd.ctl.views import show_sessions
+
+    with reported(as_json):
+        report = asker.ask("sessions", tenant=tenant)
+    _show(as_json, report, show_sessions)
+
+
+@main.command()
+@click.argument("session")
+@json_option
+@click.pass_obj
+def tree(asker: Asker, session: str, as_json: bool) -> None:
+    """Show the nodes of a SESSION, named by its id (hex) or name."""
+    from kvtierd.ctl.views import show_tree
+
+    with reported(as_json):
+        report = asker.ask("tree", session=session)
+    _show(as_json, report, show_tree)
+
+
+@main.command()
+@json_option
+@click.pass_obj
+def metrics(asker: Asker, as_json: bool) -> None:
+    """Print the daemon's metrics in Prometheus' text format."""
+    from kvtierd.metrics import render, samples
+
+    with reported(as_json):
+        stats = asker.ask("stats")
+    if as_json:
+        _print_json(samples(stats))
+    else:
+        click.echo(render(stats), nl=False)
+
+
+@main.command()
+@click.option("--config", "config_file", metavar="FILE", help="The stopped daemon's configuration.")
+@click.option(
+    "--state-dir", metavar="DIR", help="Its state directory, with the spill files in DIR/spill."
+)
+@click.option("--quick", is_flag=True, help="Leave out reading every payload.")
+@json_option
+def check(config_file: str | None, state_dir: str | None, quick: bool, as_json: bool) -> None:
+    """Verify the files of a stopped daemon; nothing is changed.
+
+    Checks the catalog, the headers and, unless --quick, the checksum of every block in the spill
+    files; compares headers with the catalog and recounts the space. Exits with 40 when something
+    is damaged, with 20 when the files are in use.
+    """
+    from kvtier_client.errors import DataError
+    from kvtierd.ctl.check import check_files, to_builtins
+    from kvtierd.ctl.views import show_check
+
+    if (config_file is None) == (state_dir is None):
+        raise click.UsageError("give either --config FILE or --state-dir DIR")
+    with reported(as_json):
+        if config_file is not None:
+            config = load_config(config_file)
+        else:
+            config = Config(state_dir=os.path.abspath(str(state_dir)))
+        report = to_builtins(check_files(config.state_dir, config.spill.paths, not quick))
+    _show(as_json, report, show_check)
+    if not report["ok"]:
+        sys.exit(DataError.exit_code)
+
+
+@main.group(name="config")
+def config_group() -> None:
+    """Configuration files."""
+
+
+@config_group.command(name="check")
+@click.argument("file")
+@json_option
+def config_check(file: str, as_json: bool) -> None:
+    """Check the configuration FILE, as the daemon would; exits with 78 when it is refused."""
+    with reported(as_json):
+        config = load_config(file)
+    if as_json:
+        import msgspec
+
+        _print_json({"ok": True, "file": file, "config": msgspec.to_builtins(config)})
+        return
+    names = ", ".join(tenant.name for tenant in config.tenants)
+    click.echo(f"{file}: ok")
+    click.echo(f"  state {config.state_dir}, admin socket {config.socket.admin_path}")
+    click.echo(f"  tenants: {names}; spill: {', '.join(config.spill.paths)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Tables for people: rich on a terminal, plain columns elsewhere."""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+Row = Sequence[str]
+
+
+def size(count_bytes: int) -> str:
+    """Bytes in the unit that suits them, such as "1.5 GiB"."""
+    value, units = float(count_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as their two largest units, such as "3h 12m"."""
+    whole = int(seconds)
+    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "m")]
+    parts.append((whole % 60, "s"))
+    while len(parts) > 1 and not parts[0][0]:
+        parts.pop(0)
+    return " ".join(f"{count}{unit}" for count, unit in parts[:2])
+
+
+def show_table(columns: Row, rows: Sequence[Row], title: str = "") -> None:
+    """Print a table; cells that read as numbers are set right."""
+    if sys.stdout.isatty():
+        _show_rich(columns, rows, title)
+        return
+    if title:
+        click.echo(title)
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    right = [_is_numeric(cells) for cells in zip(*rows, strict=True)] or [False] * len(columns)
+    for row in (columns, *rows):
+        cells = [
+            cell.rjust(width) if numeric else cell.ljust(width)
+            for cell, width, numeric in zip(row, widths, right, strict=True)
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _show_rich(columns: Row, rows: Sequence[Row], title: str) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, box=SIMPLE_HEAD, title_justify="left")
+    right = [_is_numeric(cells) for cells in zip(*rows, strict=True)] or [False] * len(columns)
+    for column, numeric in zip(columns, right, strict=True):
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def _is_numeric(cells: Sequence[str]) -> bool:
+    return all(cell[:1].isdigit() or cell == "-" for cell in cells)

@@ -1,0 +1,173 @@
+"""The daemon's reports as tables."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from kvtierd.ctl.output import duration, show_table, size
+
+Report = Mapping[str, Any]
+
+_NO_NODE = 0xFFFFFFFF
+_RETENTIONS = {1: "held", 2: "cached"}
+
+
+def show_status(stats: Report) -> None:
+    """One line about the daemon, its troubles, one line per tenant."""
+    daemon, health = stats["daemon"], stats["health"]
+    state = "healthy" if health["ok"] else "UNHEALTHY"
+    click.echo(
+        f"kvtierd {daemon['version']}: {state}, up {duration(daemon['uptime_s'])}, "
+        f"pid {daemon['pid']}, start {daemon['generation']}, "
+        f"integrity {daemon['integrity']}, durability {daemon['durability']}"
+    )
+    for reason in health["reasons"]:
+        click.echo(f"  ! {reason}")
+    columns = (
+        "tenant", "dram used", "dram total", "nvme used", "nvme quota", "sessions", "orphans",
+        "blocks held", "clients", "leases", "waiting",
+    )  # fmt: skip
+    rows = [
+        [
+            name, size(t["dram"]["used_bytes"]), size(t["dram"]["total_bytes"]),
+            size(t["nvme"]["used_bytes"]), size(t["nvme"]["quota_bytes"]),
+            *(str(t[key]) for key in
+              ("sessions", "orphans", "held_blocks", "clients", "leases", "waiting")),
+        ]
+        for name, t in sorted(stats["tenants"].items())
+    ]  # fmt: skip
+    show_table(columns, rows)
+
+
+def tiers(stats: Report) -> dict[str, Any]:
+    """The part of the stats that `tiers` shows."""
+    tenants = stats["tenants"]
+    return {
+        "dram": {name: tenant["dram"] for name, tenant in tenants.items()},
+        "nvme": {name: tenant["nvme"] for name, tenant in tenants.items()},
+        "spill": stats["nvme"],
+    }
+
+
+def show_tiers(report: Report) -> None:
+    """Who uses how much of each tier, and where the spill files are."""
+    parts = ("total_bytes", "used_bytes", "free_bytes", "writing_bytes", "quarantined_bytes")
+    rows = [
+        [
+            name, *(size(dram[part]) for part in parts), str(dram["blocks"]),
+            f"{dram['low_watermark']:.0%} to {dram['high_watermark']:.0%}",
+        ]
+        for name, dram in sorted(report["dram"].items())
+    ]  # fmt: skip
+    columns = (
+        "tenant", "total", "used", "free", "writing", "quarantined", "blocks", "eviction to",
+    )  # fmt: skip
+    show_table(columns, rows, "DRAM")
+    click.echo()
+    rows = [
+        [name, size(nvme["quota_bytes"]), size(nvme["used_bytes"]), str(nvme["blocks"])]
+        for name, nvme in sorted(report["nvme"].items())
+    ]
+    show_table(("tenant", "quota", "used", "blocks"), rows, "NVMe")
+    click.echo()
+    spill = report["spill"]
+    rows = [
+        [
+            path["path"], size(path["total_bytes"]), size(path["used_bytes"]),
+            size(path["total_bytes"] - path["used_bytes"]), "yes" if path["direct_io"] else "no",
+        ]
+        for path in spill["paths"]
+    ]  # fmt: skip
+    total = [size(spill[part]) for part in ("total_bytes", "used_bytes", "free_bytes")]
+    rows.append(["all", *total, ""])
+    show_table(("spill directory", "total", "used", "free", "direct I/O"), rows)
+
+
+def show_sessions(report: Report) -> None:
+    """One line per session, the longest idle last."""
+    columns = (
+        "session", "name", "tenant", "state", "priority", "nodes", "blocks", "tokens", "dram",
+        "nvme", "lost", "idle",
+    )  # fmt: skip
+    rows = [
+        [
+            s["session"], s["name"], s["tenant"], s["state"], str(s["priority"]), str(s["nodes"]),
+            str(s["blocks"]), str(s["tokens"]), size(s["dram_bytes"]), size(s["nvme_bytes"]),
+            str(s["lost_blocks"]), duration(s["idle_s"]),
+        ]
+        for s in sorted(report["sessions"], key=lambda s: (s["idle_s"], s["session"]))
+    ]  # fmt: skip
+    show_table(columns, rows)
+
+
+def show_tree(report: Report) -> None:
+    """The nodes of a session, each below its parent."""
+    name = f" ({report['name']})" if report["name"] else ""
+    columns = (
+        "node", "from token", "pages", "tokens", "dram blocks", "nvme blocks", "lost", "kept",
+        "ended",
+    )  # fmt: skip
+    rows = [
+        [
+            "  " * depth + str(n["node"]), str(n["fork_tokens"]), str(n["pages"]),
+            str(n["tokens"]), str(n["dram_blocks"]), str(n["nvme_blocks"]), str(n["lost_blocks"]),
+            _RETENTIONS.get(n["retention"], str(n["retention"])), "yes" if n["ended"] else "",
+        ]
+        for depth, n in _walk(report["nodes"])
+    ]  # fmt: skip
+    show_table(columns, rows, f"session {report['session']}{name}")
+
+
+def _walk(nodes: Sequence[Report]) -> list[tuple[int, Report]]:
+    """Nodes in the order of the tree, with their depth; what no root leads to comes last."""
+    children: dict[int, list[Report]] = {}
+    for node in sorted(nodes, key=lambda n: (n["fork_tokens"], n["node"]), reverse=True):
+        children.setdefault(node["parent"], []).append(node)
+    known = {node["node"] for node in nodes}
+    roots = [node for parent in children if parent not in known for node in children[parent]]
+    roots.sort(key=lambda n: (n["parent"] == _NO_NODE, -n["node"]))
+    order: list[tuple[int, Report]] = []
+    stack = [(0, node) for node in roots]
+    while stack:
+        depth, node = stack.pop()
+        order.append((depth, node))
+        stack += [(depth + 1, child) for child in children.get(node["node"], [])]
+    return order
+
+
+def show_check(report: Report) -> None:
+    """What a check has counted and found."""
+    catalog, names = report["catalog"], report["blocks"]
+    click.echo(
+        f"{report['state_dir']}: instance {report['instance'] or 'unknown'}, "
+        f"{report['generation']} starts"
+    )
+    click.echo(
+        f"catalog: {catalog['sessions']} sessions, {catalog['nodes']} nodes, "
+        f"{catalog['layouts']} layouts, {catalog['blobs']} blobs, {catalog['holds']} holds"
+    )
+    parts = ("total_bytes", "used_bytes", "free_bytes")
+    rows = [
+        [
+            s["path"], *(size(s[part]) for part in parts), str(s["slabs_used"]),
+            str(s["blocks"]), str(s["free_slots"]), str(s["busy_slots"]), str(s["damaged_slots"]),
+            str(s["payloads_verified"]),
+        ]
+        for s in report["spill"]
+    ]  # fmt: skip
+    columns = (
+        "spill directory", "total", "used", "free", "slabs used", "blocks", "free slots",
+        "busy slots", "damaged", "verified",
+    )  # fmt: skip
+    show_table(columns, rows)
+    click.echo(
+        f"blocks: {names['session_blocks']} of sessions, {names['keyed_blocks']} keyed, "
+        f"{names['orphan_blocks']} unknown to the catalog, {names['stale_blocks']} waiting to be "
+        "cleared"
+    )
+    for note in report["notes"]:
+        click.echo(f"note: {note}")
+    for problem in report["problems"]:
+        click.echo(f"DAMAGE: {problem}")
+    click.echo("ok" if report["ok"] else f"{report['damages']} damages")

@@ -1,0 +1,494 @@
+"""The running daemon: carries out the core's actions, keeps time, serves, reloads and stops."""
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from kvtier_client import wire
+from kvtier_client.errors import Internal, KvtierError, NotOwner, ShuttingDown, SpillFull
+from kvtierd import config as configuration
+from kvtierd import systemd
+from kvtierd.catalog.errors import CatalogError, CatalogFull
+from kvtierd.catalog.rows import BlobRecord, ForgetSession, Op, SaveIdle
+from kvtierd.catalog.writer import CatalogWriter
+from kvtierd.config import Config, ConfigError
+from kvtierd.core import actions as act
+from kvtierd.core import report
+from kvtierd.core.leases import Member, Peer
+from kvtierd.core.tenant import Tenant
+from kvtierd.mover import Mover
+from kvtierd.oplog import op_of
+from kvtierd.server import Connection, Credentials, Listener, ProcessWatch, open_pidfd
+from kvtierd.start import Parts, core_limits
+from kvtierd.tiers.holder import KeeperError
+from kvtierd.tiers.records import ClientRecord, SlabEntry
+
+VERSION: Final = "0.1.0"
+TICK_S: Final = 0.05
+SAVE_IDLE_S: Final = 30.0
+EVENTS_MAX: Final = 1000
+
+log = logging.getLogger(__name__)
+
+
+class Daemon:
+    """Everything between the sockets and the core; lives on the event loop's thread."""
+
+    def __init__(
+        self, config: Config, parts: Parts, path: str | None, *, keep_memory: bool
+    ) -> None:
+        self.config, self.parts, self.path = config, parts, path
+        self.limits = config.limits
+        self.state = parts.state
+        self.boot = parts.state.world.boot
+        self._keep_memory = keep_memory
+        self._catalog = CatalogWriter(parts.catalog)
+        self._unsaved: list[Op] = []
+        self._events: collections.deque[dict[str, object]] = collections.deque(maxlen=EVENTS_MAX)
+        self._stopping = False
+        self._began_s = time.time()
+        self._stop = asyncio.Event()
+        self._watch = ProcessWatch()
+        self._listeners: list[Listener] = []
+        self._do: dict[type, Callable[[Any], None]] = {
+            act.Note: self._note,
+            act.Send: self._send,
+            act.AssignSlab: self._assign_slab,
+            act.RecordMember: self._record_member,
+            act.LoadBlob: self._load_blob,
+        }
+        self._admin_verbs: dict[type, Callable[[Any], dict[str, object]]] = {
+            wire.Stats: lambda req: self.stats(),
+            wire.Sessions: lambda req: report.sessions(self.state.world, req.tenant),
+            wire.Tree: lambda req: report.tree(self.state.world, req.session),
+            wire.Evict: self._evict,
+            wire.Reload: lambda req: self.reload(),
+        }
+
+    # --------------------------------------------------------------- serve
+
+    async def serve(self) -> None:
+        """Run until a signal says stop; then stop within `stop.timeout`."""
+        loop = self._loop = asyncio.get_running_loop()
+        self.mover = Mover(self.state, self.parts.spill, self.parts.arenas, loop, self.perform)
+        self._do |= self.mover.handlers
+        self._catalog.start()
+        self.state.tick(loop.time())
+        for tenant, member in self.parts.watched:
+            self._watch_recovered(tenant, member)
+        self.perform()
+        forgotten = self.parts.outcome.forgotten
+        self._save([ForgetSession(tenant.name, hashed) for tenant, hashed in forgotten], None)
+        client, admin = self.config.socket.client_path, self.config.socket.admin_path
+        self._listeners = [
+            Listener(self, client, 0o666, admin=False),
+            Listener(self, admin, 0o600, admin=True),
+        ]
+        for number, handler in (
+            (signal.SIGTERM, self._stop.set), (signal.SIGINT, self._stop.set),
+            (signal.SIGHUP, self._hangup),
+        ):  # fmt: skip
+            loop.add_signal_handler(number, handler)
+        for listener in self._listeners:
+            listener.start()
+        log.info("serving at %s", client)
+        systemd.notify("READY=1\nSTATUS=serving")
+        ticking = loop.create_task(self._tick())
+        await self._stop.wait()
+        ticking.cancel()
+        await self._shut_down()
+
+    async def _tick(self) -> None:
+        next_save_s = self._loop.time() + SAVE_IDLE_S
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = self._loop.time()
+            try:
+                self.state.tick(now_s)
+            except Exception:
+                log.exception("a tick failed")
+            self.perform()
+            for listener in self._listeners:
+                listener.close_partial(now_s)
+            if now_s >= next_save_s:
+                next_save_s = now_s + SAVE_IDLE_S
+                self._save_idle(now_s)
+            elif self._unsaved:
+                self._save([], None)
+
+    def _save_idle(self, now_s: float) -> None:
+        idle = tuple(
+            (tenant.name, session.token_hash, now_s - session.idle_since_s)
+            for tenant in self.state.world.tenants.values()
+            for session in tenant.sessions.values()
+            if not session.groups
+        )
+        self._save([SaveIdle(idle)] if idle else [], None)
+
+    # ---------------------------------------------------------------- stop
+
+    async def _shut_down(self) -> None:
+        """Finish what is under way, save what memory would lose, and close."""
+        self._stopping = True
+        deadline_s = self._loop.time() + self.config.stop.timeout_s
+        log.info("stopping")
+        systemd.notify("STOPPING=1\nSTATUS=stopping")
+        for listener in self._listeners:
+            listener.close()
+        if self.config.recovery.memory == "off" and self._keep_memory:
+            await self._spill_all(deadline_s - 0.3 * self.config.stop.timeout_s)
+        left_s = max(deadline_s - self._loop.time(), 1.0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5 * left_s):
+                await self.mover.idle.wait()
+        self._save_idle(self._loop.time())
+        self._watch.close()
+        spill = await asyncio.to_thread(self.parts.spill.close, 0.3 * left_s)
+        catalog = await asyncio.to_thread(self._catalog.close, 0.3 * left_s)
+        if not (spill and catalog):
+            log.error("stopped before all was written: spill %s, catalog %s", spill, catalog)
+        self._let_go()
+        log.info("stopped")
+
+    async def _spill_all(self, until_s: float) -> None:
+        """Move every block to NVMe, because this daemon's memory ends with it."""
+        while self._loop.time() < until_s:
+            moved = sum(
+                self.state.evictor.evict(tenant, 1 << 30)
+                for tenant in self.state.world.tenants.values()
+            )
+            self.perform()
+            if not moved and self.mover.idle.is_set():
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(until_s - self._loop.time(), 0.01)):
+                    await self.mover.idle.wait()
+        for tenant in self.state.world.tenants.values():
+            left = sum(p.dram.counts[2] - p.clean for p in tenant.pools.values())
+            if left:
+                log.error("tenant %s: %d blocks are only in memory and end here", tenant.name, left)
+
+    def _let_go(self) -> None:
+        keeper = self.parts.keeper
+        for arena in self.parts.arenas.values():
+            if not self._keep_memory:
+                number = arena.headers.superblock.tenant
+                for what in ("payload", "headers"):
+                    with contextlib.suppress(KeeperError):
+                        keeper.drop(f"{number:08x}-{what}")
+            arena.close()
+        keeper.close()
+        self.parts.close_locks()
+
+    # -------------------------------------------------------------- reload
+
+    def _hangup(self) -> None:
+        try:
+            self.reload()
+        except (ConfigError, KvtierError) as error:
+            log.error("reload: nothing was changed: %s", error)
+
+    def reload(self) -> dict[str, object]:
+        """Read the configuration again; says which changes need a restart. Errors: ConfigError."""
+        if self.path is None:
+            return {"changed": [], "needs_restart": []}
+        systemd.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            new = configuration.load(self.path)
+            changed = configuration.difference(self.config, new)
+            live = [key for key in changed if key.startswith(LIVE_KEYS)]
+            quotas = {tenant.name: tenant.spill_bytes for tenant in new.tenants}
+            for tenant in self.state.world.tenants.values():
+                tenant.nvme_quota_bytes = quotas.get(tenant.name, tenant.nvme_quota_bytes)
+            self.state.world.limits = core_limits(new)
+            self.limits = new.limits
+            logging.getLogger().setLevel(new.log_level.upper())
+            self.config = new
+        finally:
+            systemd.notify("READY=1\nSTATUS=serving")
+        restart = [key for key in changed if key not in live]
+        for key in restart:
+            log.warning("reload: %s takes effect at the next start", key)
+        log.info("reload: %s", ", ".join(live) or "nothing changed")
+        return {"changed": live, "needs_restart": restart}
+
+    # ------------------------------------------------------------ requests
+
+    def admit(
+        self, sock: socket.socket, who: Credentials, hello: wire.Hello, conn: Connection
+    ) -> None:
+        """Let a client in and send its Welcome with the arena's descriptor."""
+        if self._stopping:
+            raise ShuttingDown("the daemon is stopping; try again after its restart")
+        tenant = self.parts.tenant_of_uid.get(who.uid)
+        if tenant is None:
+            raise NotOwner(f"uid {who.uid} belongs to no tenant (tenants.uids)")
+        arena = self.parts.arenas[tenant.name]
+        peer, lost = self.state.hello(
+            conn, tenant, who.uid, who.pid, who.start_time, hello, self._loop.time()
+        )
+        self._watch_member(tenant, peer.member, open_pidfd(sock, who.pid))
+        self.perform()
+        limits = self.limits
+        welcome = wire.Welcome(
+            hello.id, self.boot, 0, wire.PROTOCOL_VERSION, f"kvtierd {VERSION}",
+            self.parts.instance, tenant.name, peer.member.index, arena.arena_id,
+            arena.headers.geometry.payload_bytes, self.config.integrity,
+            wire.Limits(
+                int(limits.frame_bytes), limits.requests_in_flight, limits.blocks_per_request,
+                limits.leases_per_group, float(limits.lease_ttl_s),
+                float(limits.lease_ttl_max_s), float(limits.wait_max_s), int(limits.blob_bytes),
+            ),
+            lost,
+        )  # fmt: skip
+        conn.peer = peer
+        try:
+            socket.send_fds(
+                sock, [wire.frame(welcome, msgspec.msgpack.Encoder())], [arena.payload_fd]
+            )
+        except OSError:
+            self._closed(peer)
+            raise
+
+    def request(self, conn: Connection, req: Any) -> wire.Reply | None:
+        """Carry out a client's request and the actions it leads to."""
+        try:
+            reply = self.state.handle(conn.peer, req, self._loop.time())
+        except Exception:
+            log.exception("request %s failed", type(req).__name__)
+            reply = self.state.error(
+                conn.peer, req.id, Internal("a fault in the daemon; its log has the trace")
+            )
+        if self.state.world.actions:
+            ops = self._carry_out()
+            if ops:
+                self._save(ops, None if reply is None else lambda error: self._late(
+                    conn, req.id, reply, error
+                ))  # fmt: skip
+                return None
+        return reply
+
+    def _late(
+        self, conn: Connection, request_id: int, reply: wire.Reply, error: CatalogError | None
+    ) -> None:
+        """Send a reply that had to wait for the catalog."""
+        if error is not None:
+            kind = SpillFull if isinstance(error, CatalogFull) else Internal
+            reply = self.state.error(conn.peer, request_id, kind(f"not stored yet: {error}"))
+        conn.send(reply)
+
+    def admin(self, conn: Connection, req: Any) -> wire.Reply | None:
+        """Carry out an operator's request."""
+        self.state.world.now_s = self._loop.time()
+        try:
+            data = self._admin_verbs[type(req)](req)
+        except KvtierError as error:
+            return conn.error(req.id, error)
+        except ConfigError as error:
+            return wire.Error(req.id, self.boot, 0, 204, str(error))
+        except Exception:
+            log.exception("admin request %s failed", type(req).__name__)
+            return conn.error(req.id, Internal("a fault in the daemon; its log has the trace"))
+        self.perform()
+        return wire.Report(req.id, self.boot, 0, data)
+
+    def gone(self, conn: Connection) -> None:
+        """A connection has closed."""
+        for listener in self._listeners:
+            listener.forget(conn)
+        if conn.peer is not None:
+            self._closed(conn.peer)
+
+    def _closed(self, peer: Peer) -> None:
+        self.state.closed(peer, self._loop.time())
+        self.perform()
+
+    # ------------------------------------------------------------- actions
+
+    def perform(self) -> None:
+        """Carry out the core's actions in their order."""
+        if self.state.world.actions:
+            self._save(self._carry_out(), None)
+
+    def _carry_out(self) -> list[Op]:
+        """The same, but the changes for the catalog are left to the caller."""
+        ops: list[Op] = []
+        while self.state.world.actions:
+            for action in self.state.take_actions():
+                do = self._do.get(type(action))
+                if do is not None:
+                    do(action)
+                else:
+                    ops.append(op_of(action))
+        return ops
+
+    def _save(
+        self, ops: list[Op], done: Callable[[CatalogError | None], None] | None
+    ) -> None:
+        """Give changes to the catalog; what it refuses is tried again with the next ones."""
+        batch = self._unsaved + ops
+        self._unsaved = []
+        if not batch:
+            return
+
+        def stored(error: CatalogError | None) -> None:
+            if error is not None:
+                log.error("catalog: %s", error)
+                self._unsaved = batch + self._unsaved
+            if done is not None:
+                done(error)
+
+        def from_thread(error: CatalogError | None) -> None:
+            self._loop.call_soon_threadsafe(stored, error)
+
+        try:
+            self._catalog.submit(batch, from_thread)
+        except CatalogError as error:
+            stored(error)
+
+    def _note(self, action: act.Note) -> None:
+        log.warning("%s", action.text)
+        self._events.append({"time_s": time.time(), "kind": action.kind, "text": action.text})
+
+    @staticmethod
+    def _send(action: act.Send) -> None:
+        conn = action.peer.conn
+        assert isinstance(conn, Connection)
+        conn.send(action.message)
+
+    def _assign_slab(self, action: act.AssignSlab) -> None:
+        pool, slab = action.pool, action.slab
+        owner: Any = (
+            self.parts.spill
+            if action.tenant is None
+            else self.parts.arenas[action.tenant.name].headers
+        )
+        if pool is None:
+            owner.free_slab(slab)
+            return
+        part = pool.nvme if action.tenant is None else pool.dram
+        owner.assign_slab(
+            SlabEntry(
+                slab, pool.fingerprint, pool.tenant.number, pool.slot_bytes, part.slots_per_slab,
+                pool.layout.block_bytes,
+            )
+        )  # fmt: skip
+
+    def _record_member(self, action: act.RecordMember) -> None:
+        member, headers = action.member, self.parts.arenas[action.tenant.name].headers
+        if not member.alive:
+            self._watch.drop(member)
+            headers.write_client(member.index, None)
+            return
+        group = member.group
+        record = ClientRecord(
+            member.index, member.pid, member.start_time, member.uid, group.id, group.secret_hash
+        )
+        headers.write_client(member.index, record)
+
+    def _load_blob(self, action: act.LoadBlob) -> None:
+        session, peer = action.session, action.peer
+
+        def loaded(result: BlobRecord | CatalogError | None) -> None:
+            if isinstance(result, CatalogError):
+                reply: wire.Reply = self.state.error(peer, action.id, Internal(str(result)))
+            else:
+                version, data = (result.version, result.data) if result else (0, b"")
+                reply = wire.Blob(action.id, self.boot, peer.acked, version, data)
+            self._send(act.Send(peer, reply))
+
+        def from_thread(result: BlobRecord | CatalogError | None) -> None:
+            self._loop.call_soon_threadsafe(loaded, result)
+
+        try:
+            self._catalog.read_blob(
+                session.tenant.name, session.token_hash, action.node, from_thread
+            )
+        except CatalogError as error:
+            loaded(error)
+
+    # ----------------------------------------------------------- processes
+
+    def _watch_member(self, tenant: Tenant, member: Member, pidfd: int) -> None:
+        def ended() -> None:
+            self.state.process_died(member, self._loop.time())
+            self.perform()
+
+        self._watch.add(member, pidfd, ended)
+
+    def _watch_recovered(self, tenant: Tenant, member: Member) -> None:
+        """Watch a client of an earlier life, that may still write to its slots."""
+        try:
+            self._watch_member(tenant, member, os.pidfd_open(member.pid))
+        except ProcessLookupError:
+            self.state.process_died(member, self._loop.time())
+
+    # --------------------------------------------------------------- admin
+
+    def _evict(self, req: wire.Evict) -> dict[str, object]:
+        tenant = self.state.world.tenants.get(req.tenant or self.config.tenants[0].name)
+        if tenant is None:
+            raise NotOwner(f"there is no tenant {req.tenant!r}")
+        return {"blocks": self.state.evictor.evict(tenant, req.blocks or 1 << 30)}
+
+    def stats(self) -> dict[str, object]:
+        """Counters and gauges of the daemon."""
+        world, files = self.state.world, self.parts.spill_files
+        geometry, pools = files.geometry, world.pools
+        spill = self.parts.spill.counters()
+        total = geometry.payload_bytes * len(files.files)
+        used = sum(pool.nvme.used * pool.slot_bytes for pool in pools)
+        reasons = self._health()
+        return {
+            "daemon": {
+                "version": VERSION, "boot": self.boot, "pid": os.getpid(),
+                "instance": self.parts.instance.hex(), "generation": self.parts.generation,
+                "uptime_s": round(time.time() - self._began_s, 3),
+                "integrity": self.config.integrity,
+                "durability": self.config.spill.durability,
+            },
+            "health": {"ok": not reasons, "reasons": reasons},
+            "tenants": report.tenants(world),
+            "nvme": {
+                "total_bytes": total, "used_bytes": used, "free_bytes": total - used,
+                "paths": [
+                    {"path": file.directory.path, "direct_io": file.direct,
+                     "total_bytes": geometry.payload_bytes}
+                    for file in files.files
+                ],
+            },
+            "counters": dict(world.counters) | {
+                "spill_written_bytes": spill.written_bytes, "spill_read_bytes": spill.read_bytes,
+                "spill_jobs_in_flight": spill.jobs_in_flight, "mover_queued": self.mover.queued,
+                "catalog_queued": self._catalog.queued,
+            },
+        }  # fmt: skip
+
+    def _health(self) -> list[str]:
+        """Why the daemon is not well; empty when it is."""
+        reasons = []
+        if not self._catalog.alive:
+            reasons.append("the catalog's thread has ended")
+        if self._unsaved:
+            reasons.append(f"{len(self._unsaved)} changes of the catalog could not be stored yet")
+        now_s = self._loop.time()
+        for tenant in self.state.world.tenants.values():
+            if now_s < tenant.spill_retry_s:
+                reasons.append(f"tenant {tenant.name}: writing to NVMe fails")
+        return reasons
+
+
+LIVE_KEYS: Final = (
+    "log_level", "limits.", "arena.high_watermark", "arena.low_watermark",
+    "arena.exchange_headroom", "recovery.orphan_ttl", "stop.", "tenants.",
+)  # fmt: skip
+"""Keys that a reload changes at once."""

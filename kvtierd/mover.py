@@ -1,0 +1,240 @@
+"""Carries out what the core asks for below DRAM: demote, promote, clear; and writes DRAM headers.
+
+The core decides what moves; the mover turns rows into jobs of the spill tier, holds them back while
+the tier's queue is full, and brings every result back to the core on the event loop.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier_client.wire import CACHED, HELD, NO_NODE
+from kvtierd.core import copies
+from kvtierd.core.actions import Clear, Demote, Promote, Publish
+from kvtierd.core.blocks import F_HELD, NONE, Rows, Slots
+from kvtierd.core.slabs import ready_words
+from kvtierd.core.state import State
+from kvtierd.core.tenant import Pool
+from kvtierd.core.world import World
+from kvtierd.tiers.arena import Arena
+from kvtierd.tiers.bodies import (
+    BLOCK_KEYED,
+    BLOCK_SESSION,
+    CHECKSUM_NONE,
+    CHECKSUM_XXH3,
+    BodyFields,
+    compose,
+    compose_one,
+)  # fmt: skip
+from kvtierd.tiers.pool import Priority
+from kvtierd.tiers.spill_io import (
+    ClearJob,
+    Job,
+    JobResult,
+    QueueFull,
+    ReadJob,
+    SpillIO,
+    Status,
+    WriteJob,
+)  # fmt: skip
+from kvtierd.tiers.superblock import Kind
+
+CLEAR_RETRY_S: Final = 1.0
+"""Pause before NVMe headers that could not be cleared are tried again."""
+
+_OUTCOME: Final = np.full(len(Status), copies.IO_ERROR, np.uint8)
+_OUTCOME[Status.OK] = copies.OK
+_OUTCOME[Status.MISMATCH] = copies.MISMATCH
+_OUTCOME[Status.CANCELLED] = copies.CANCELLED
+
+
+def body_fields(
+    world: World, pool: Pool, rows: Rows, kind: Kind, slots: Slots | int, lease: int
+) -> BodyFields:
+    """What the header bodies of rows say."""
+    table, nodes = world.table, world.node_table
+    index = table.node[rows]
+    keyed = index == NONE
+    checksum = table.checksum[rows]
+    return BodyFields(
+        kind=int(kind),
+        slot=slots,
+        owner0=table.owner0[rows],
+        owner1=table.owner1[rows],
+        node=np.where(keyed, NO_NODE, nodes.node[index]),
+        page=table.page[rows],
+        valid_tokens=table.valid[rows],
+        length_bytes=pool.layout.block_bytes,
+        payload_sum=checksum,
+        seq=table.seq[rows],
+        layout0=pool.layout0,
+        layout1=pool.layout1,
+        lease=lease,
+        parent=np.where(keyed, NO_NODE, nodes.parent[index]),
+        fork_tokens=np.where(keyed, 0, nodes.fork_tokens[index]),
+        tenant=pool.tenant.number,
+        block_kind=np.where(keyed, BLOCK_KEYED, BLOCK_SESSION),
+        retention=np.where((table.flags[rows] & F_HELD) != 0, HELD, CACHED),
+        checksum_kind=np.where(checksum != 0, CHECKSUM_XXH3, CHECKSUM_NONE),
+        priority=table.priority[rows],
+        created_s=int(time.time()),
+        generation=world.generation,
+    )
+
+
+def _one_body(world: World, pool: Pool, row: int, slot: int, lease: int) -> bytes:
+    """The sealed body of one block in DRAM: the short path of a single commit."""
+    table, nodes = world.table, world.node_table
+    index = table.node.item(row)
+    checksum = table.checksum.item(row)
+    keyed = index == NONE
+    return compose_one(
+        BodyFields(
+            kind=1, slot=slot, owner0=table.owner0.item(row), owner1=table.owner1.item(row),
+            node=NO_NODE if keyed else nodes.node.item(index), page=table.page.item(row),
+            valid_tokens=table.valid.item(row), length_bytes=pool.layout.block_bytes,
+            payload_sum=checksum, seq=table.seq.item(row), layout0=pool.layout0,
+            layout1=pool.layout1, lease=lease,
+            parent=NO_NODE if keyed else nodes.parent.item(index),
+            fork_tokens=0 if keyed else nodes.fork_tokens.item(index),
+            tenant=pool.tenant.number, block_kind=BLOCK_KEYED if keyed else BLOCK_SESSION,
+            retention=HELD if table.flags.item(row) & F_HELD else CACHED,
+            checksum_kind=CHECKSUM_XXH3 if checksum else CHECKSUM_NONE,
+            priority=table.priority.item(row), created_s=int(time.time()),
+            generation=world.generation,
+        )
+    )  # fmt: skip
+
+
+class Mover:
+    """Between the core and the spill tier; lives on the event loop's thread."""
+
+    def __init__(
+        self,
+        state: State,
+        spill: SpillIO,
+        arenas: dict[str, Arena],
+        loop: asyncio.AbstractEventLoop,
+        after: Callable[[], None],
+    ) -> None:
+        self._state, self._spill, self._arenas = state, spill, arenas
+        self._loop, self._after = loop, after
+        self._queues: dict[Priority, deque[tuple[Demote | Promote | Clear, int]]] = {
+            priority: deque() for priority in Priority
+        }
+        self._running: dict[int, Demote | Promote | Clear] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._do: dict[type, Callable[[Any], None]] = {
+            Publish: self.publish,
+            Demote: self._demote,
+            Promote: self._promote,
+            Clear: self._clear,
+        }
+
+    @property
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Which actions the mover carries out."""
+        return self._do
+
+    # ---------------------------------------------------------------- DRAM
+
+    def publish(self, action: Publish) -> None:
+        """Write the header bodies of blocks that have just become READY in DRAM."""
+        world = self._state.world
+        pool, rows, slots = action.pool, action.rows, action.slots
+        headers = self._arenas[pool.tenant.name].headers
+        if len(rows) == 1:
+            slot = int(slots[0])
+            body = _one_body(world, pool, int(rows[0]), slot, action.lease)
+            headers.write_body(slot, body)
+            return
+        fields = body_fields(world, pool, rows, Kind.ARENA, slots, action.lease)
+        headers.write_bodies(slots, compose(len(rows), fields))
+
+    # ---------------------------------------------------------------- NVMe
+
+    def _demote(self, action: Demote) -> None:
+        priority = Priority.DEMAND_WRITE if action.urgent else Priority.BACKGROUND
+        self._submit(action, priority, len(action.rows) * action.pool.slot_bytes)
+
+    def _promote(self, action: Promote) -> None:
+        priority = Priority.DEMAND_READ if action.urgent else Priority.PREFETCH
+        self._submit(action, priority, len(action.rows) * action.pool.slot_bytes)
+
+    def _clear(self, action: Clear) -> None:
+        self._submit(action, Priority.BACKGROUND, 0)
+
+    def _submit(self, action: Demote | Promote | Clear, priority: Priority, size: int) -> None:
+        self.idle.clear()
+        if self._queues[priority] or not self._begin(action, priority, size):
+            self._queues[priority].append((action, size))
+
+    def _begin(self, action: Demote | Promote | Clear, priority: Priority, size: int) -> bool:
+        """Hand a job to the spill tier; False when its queue has no room for it."""
+        if size > self._spill.room_bytes(priority):
+            return False
+        try:
+            self._spill.submit(self._job(action, priority), self._done_from_thread(action))
+        except QueueFull:
+            return False
+        self._running[action.batch] = action
+        return True
+
+    def _job(self, action: Demote | Promote | Clear, priority: Priority) -> Job:
+        pool = action.pool
+        if isinstance(action, Clear):
+            return ClearJob(action.slots, priority)
+        arena = self._arenas[pool.tenant.name].payload
+        lengths = np.full(len(action.rows), pool.layout.block_bytes, np.int64)
+        if isinstance(action, Promote):
+            offsets = pool.tenant.arena.offsets(pool.dram, action.dst)
+            return ReadJob(action.src, arena, offsets, lengths, action.checksums, priority)
+        world = self._state.world
+        bodies = compose(
+            len(action.rows), body_fields(world, pool, action.rows, Kind.SPILL, 0, 0)
+        )
+        words = ready_words(world.table.seq[action.rows])
+        offsets = pool.tenant.arena.offsets(pool.dram, action.src)
+        return WriteJob(action.dst, arena, offsets, lengths, bodies, words, priority)
+
+    def _done_from_thread(
+        self, action: Demote | Promote | Clear
+    ) -> Callable[[JobResult], None]:
+        def done(result: JobResult) -> None:
+            self._loop.call_soon_threadsafe(self._done, action, result)
+
+        return done
+
+    def _done(self, action: Demote | Promote | Clear, result: JobResult) -> None:
+        """A job has ended: tell the core, then begin what waited."""
+        del self._running[action.batch]
+        now_s = self._loop.time()
+        outcome: NDArray[np.uint8] = _OUTCOME[result.status]
+        if isinstance(action, Demote):
+            self._state.demoted(action.batch, outcome, result.checksums, now_s)
+        elif isinstance(action, Promote):
+            self._state.promoted(action.batch, outcome, now_s)
+        elif result.ok:
+            self._state.cleared(action.batch, now_s)
+        else:
+            self._loop.call_later(CLEAR_RETRY_S, self._clear, action)
+        self._after()
+        self._begin_queued()
+
+    def _begin_queued(self) -> None:
+        for priority, queue in self._queues.items():
+            while queue and self._begin(queue[0][0], priority, queue[0][1]):
+                queue.popleft()
+        if not self._running and not any(self._queues.values()):
+            self.idle.set()
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait for room in the spill tier."""
+        return sum(len(queue) for queue in self._queues.values())

@@ -1,0 +1,296 @@
+"""A start, step by step; one that fails has changed nothing.
+
+1. lock the state directory, open the catalog   2. lock and open the spill files
+3. take the arenas of an earlier life, or make new ones   4. rebuild the tables from all of them
+5. only then stamp the new generation and begin to serve
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from kvtierd import systemd
+from kvtierd.catalog.store import Catalog
+from kvtierd.config import Config, TenantConfig
+from kvtierd.core.actions import AssignSlab
+from kvtierd.core.leases import Member
+from kvtierd.core.recover import Outcome
+from kvtierd.core.slabs import SlabPool, Slabs
+from kvtierd.core.state import State
+from kvtierd.core.tenant import Tenant
+from kvtierd.core.world import CoreLimits, World
+from kvtierd.restore import Restore, set_aside, strangers
+from kvtierd.tiers.arena import Arena, ArenaSettings, attach_arena, create_arena
+from kvtierd.tiers.errors import StartError
+from kvtierd.tiers.headers import new_superblock
+from kvtierd.tiers.holder import MemoryKeeper, open_keeper
+from kvtierd.tiers.locks import lock_directory
+from kvtierd.tiers.spill import SpillTier
+from kvtierd.tiers.spill_files import SpillFiles, SpillSettings
+from kvtierd.tiers.spill_open import open_spill
+from kvtierd.tiers.superblock import Expected, Geometry, Kind
+
+LAYOUTS_PER_TENANT = 4096
+WAITING_PER_TENANT = 65536
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a start has opened and rebuilt."""
+
+    state: State
+    arenas: dict[str, Arena]
+    spill: SpillTier
+    spill_files: SpillFiles
+    catalog: Catalog
+    keeper: MemoryKeeper
+    tenant_of_uid: dict[int, Tenant]
+    watched: list[tuple[Tenant, Member]]
+    outcome: Outcome
+    instance: bytes
+    generation: int
+    close_locks: Callable[[], None]
+
+
+def tenant_number(name: str) -> int:
+    """The number by which headers know a tenant."""
+    return xxhash.xxh32_intdigest(name.encode())
+
+
+def start(config: Config, *, discard_dram: bool = False) -> Parts:
+    """Open everything and rebuild the tables. Errors: StartError, and nothing has changed."""
+    began_s = time.monotonic()
+    with contextlib.ExitStack() as undo:
+        runtime = _lock_runtime(config.runtime_dir)
+        undo.callback(runtime)
+        directory = lock_directory(config.state_dir)
+        undo.callback(directory.close)
+        catalog = Catalog.open(directory, config.spill.durability)
+        undo.callback(lambda: catalog.abandon(directory))
+        files = open_spill(_spill_settings(config), catalog.instance, catalog.generation)
+        undo.callback(files.abandon)
+        keeper = open_keeper(config.recovery.memory, config.runtime_dir)
+        undo.callback(keeper.close)
+        arenas = _arenas(config, catalog.instance, keeper, discard_dram, undo)
+        generation = catalog.generation + 1
+        state = _state(config, arenas, files, generation)
+        outcome, watched = Restore(state, arenas, files).run(catalog.load())
+        files.begin(generation)
+        for arena in arenas.values():
+            arena.headers.set_generation(generation)
+        catalog.stamp(generation)
+        undo.pop_all()
+    by_name = state.world.tenants
+    uids = {int(uid): by_name[tenant.name] for tenant in config.tenants for uid in tenant.uids}
+
+    def close_locks() -> None:
+        directory.close()
+        runtime()
+
+    log.info(
+        "ready in %.2f s: generation %d, %d sessions (%d orphans from headers), %d blocks, %d "
+        "lost, %d discarded", time.monotonic() - began_s, generation, outcome.sessions,
+        outcome.orphans, outcome.blocks, outcome.lost, outcome.discarded,
+    )  # fmt: skip
+    return Parts(
+        state, arenas, SpillTier(files), files, catalog, keeper, uids, watched, outcome,
+        catalog.instance, generation, close_locks,
+    )  # fmt: skip
+
+
+def _lock_runtime(path: str) -> Callable[[], None]:
+    """Make and lock the runtime directory: its sockets belong to one daemon."""
+    asked = f"cannot use runtime_dir {path}"
+    try:
+        os.makedirs(path, 0o755, exist_ok=True)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise StartError(asked, str(error.strerror), "make it, or set runtime_dir") from error
+    found = os.fstat(fd)
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+        os.close(fd)
+        raise StartError(asked, "others may write to it", f"chown it to uid {os.geteuid()}, 0755")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise StartError(
+            asked, "another kvtierd runs in it", "stop that one, or set another runtime_dir"
+        ) from error
+    return lambda: os.close(fd)
+
+
+def _spill_settings(config: Config) -> SpillSettings:
+    spill = config.spill
+    return SpillSettings(
+        spill.paths, spill.capacity_bytes, spill.slab_bytes, config.arena.min_block_bytes,
+        spill.direct_io, spill.durability, spill.preallocate, spill.io_threads, spill.queue_bytes,
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------- arenas
+
+
+def _arenas(
+    config: Config,
+    instance: bytes,
+    keeper: MemoryKeeper,
+    discard: bool,
+    undo: contextlib.ExitStack,
+) -> dict[str, Arena]:
+    kept = keeper.take_all()
+    undo.callback(_close_all, kept)
+    if discard:
+        for name in list(kept):
+            log.warning("memory %s of an earlier run is discarded, as asked", name)
+            keeper.drop(name)
+            os.close(kept.pop(name))
+    settings = ArenaSettings(
+        config.arena.huge_pages, config.arena.mlock, config.arena.prefault,
+        config.arena.prefault_threads,
+    )  # fmt: skip
+    arenas = {}
+    for tenant in config.tenants:
+        arena = _arena(config, tenant, instance, keeper, kept, settings, undo)
+        undo.callback(arena.close)
+        arenas[tenant.name] = arena
+    for name, fd in list(kept.items()):
+        log.warning("memory %s is kept for a tenant that the configuration does not name", name)
+        os.close(fd)
+        del kept[name]
+    return arenas
+
+
+def _arena(
+    config: Config,
+    tenant: TenantConfig,
+    instance: bytes,
+    keeper: MemoryKeeper,
+    kept: dict[str, int],
+    settings: ArenaSettings,
+    undo: contextlib.ExitStack,
+) -> Arena:
+    """The tenant's arena: that of an earlier life, else a new one that the keeper holds."""
+    number = tenant_number(tenant.name)
+    slab_bytes = config.arena.slab_bytes
+    geometry = Geometry(
+        tenant.arena_bytes // slab_bytes, slab_bytes, slab_bytes // config.arena.min_block_bytes
+    )
+    payload, headers = f"{number:08x}-payload", f"{number:08x}-headers"
+    if payload in kept and headers in kept:
+        expected = Expected(Kind.ARENA, instance, geometry, number)
+        arena = attach_arena(
+            tenant.name, kept.pop(payload), kept.pop(headers), expected, settings
+        )
+        log.info("arena %s: taken over, %d bytes", tenant.name, geometry.payload_bytes)
+        return arena
+    superblock = new_superblock(
+        Kind.ARENA, geometry, instance=instance, generation=0, tenant=number
+    )
+    arena = create_arena(tenant.name, superblock, settings, _progress(tenant.name))
+    try:
+        for name, fd in ((payload, arena.payload_fd), (headers, arena.headers.fd)):
+            keeper.put(name, fd)
+            undo.callback(keeper.drop, name)
+    except BaseException:
+        arena.close()
+        raise
+    log.info(
+        "arena %s: %d bytes, pages %s, locked %s%s", tenant.name, geometry.payload_bytes,
+        arena.obtained.pages, arena.obtained.locked,
+        "".join(f"; {note}" for note in arena.obtained.notes),
+    )  # fmt: skip
+    return arena
+
+
+def _close_all(kept: dict[str, int]) -> None:
+    for fd in kept.values():
+        os.close(fd)
+
+
+def _progress(name: str) -> Callable[[int, int], None]:
+    """Tell the log and the service manager how far prefaulting is."""
+    said = 0.0
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said > 1.0 or done_bytes == total_bytes:
+            said = now
+            text = f"prefaulting arena {name}: {100 * done_bytes // total_bytes} %"
+            log.info(text)
+            systemd.notify(f"STATUS={text}\nEXTEND_TIMEOUT_USEC=30000000")
+
+    return progress
+
+
+# --------------------------------------------------------------------- state
+
+
+def core_limits(config: Config) -> CoreLimits:
+    """What of the configuration the core needs."""
+    limits, arena = config.limits, config.arena
+    return CoreLimits(
+        blocks_per_request=limits.blocks_per_request,
+        leases_per_group=limits.leases_per_group,
+        lease_ttl_s=limits.lease_ttl_s,
+        lease_ttl_max_s=limits.lease_ttl_max_s,
+        wait_max_s=limits.wait_max_s,
+        sessions_per_tenant=limits.sessions_per_tenant,
+        nodes_per_session=limits.nodes_per_session,
+        blob_bytes=limits.blob_bytes,
+        groups=limits.groups,
+        layouts_per_tenant=LAYOUTS_PER_TENANT,
+        waiting_per_tenant=WAITING_PER_TENANT,
+        quarantine_fraction=limits.quarantine_fraction,
+        high_watermark=arena.high_watermark,
+        low_watermark=arena.low_watermark,
+        exchange_headroom=arena.exchange_headroom,
+        orphan_ttl_s=config.recovery.orphan_ttl_s,
+        power=config.spill.durability == "power",
+        end_to_end=config.integrity == "end_to_end",
+    )
+
+
+def _state(
+    config: Config, arenas: dict[str, Arena], files: SpillFiles, generation: int
+) -> State:
+    """An empty core over the arenas' and spill files' words."""
+    geometry = files.geometry
+    worlds: list[World] = []
+
+    def assigned(tenant: str | None) -> Callable[[int, SlabPool | None], None]:
+        def on_assign(slab: int, part: SlabPool | None) -> None:
+            world = worlds[0]
+            owner = None if tenant is None else world.tenants[tenant]
+            pool = None if part is None else world.pools[part.number]
+            world.actions.append(AssignSlab(owner, slab, pool))
+
+        return on_assign
+
+    slabs = geometry.slabs * len(files.files)
+    nvme = Slabs(slabs, geometry.slab_bytes, geometry.max_slots, files.words, assigned(None))
+    world = World(
+        core_limits(config), nvme, boot=secrets.randbits(62) + 1, salt=secrets.randbits(64),
+        generation=generation,
+    )  # fmt: skip
+    worlds.append(world)
+    for tenant in config.tenants:
+        headers = arenas[tenant.name].headers
+        cut = headers.geometry
+        arena = Slabs(cut.slabs, cut.slab_bytes, cut.max_slots, headers.words, assigned(tenant.name))
+        world.tenants[tenant.name] = Tenant(
+            tenant.name, tenant_number(tenant.name), arena, nvme, tenant.spill_bytes,
+            config.arena.exchange_headroom,
+        )  # fmt: skip
+    set_aside(nvme, strangers(files.slabs(), world.tenants))
+    return State(world)

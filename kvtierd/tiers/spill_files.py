@@ -1,0 +1,289 @@
+"""The spill files on disk as one row of slabs and slots, from their opening to their closing.
+
+    open_spill   (spill_open.py) lock, look, refuse or accept; makes headers of new directories
+    scan         what a restart finds, and which of it has lost its payload
+    begin        the start has succeeded: payloads made whole, generation stamped
+    abandon      the start has failed elsewhere: what open_spill made is removed
+
+Each directory holds `headers.kv` and `blocks.kv`. Slots and slabs are numbered through all files;
+all files have one geometry, so a number's file and place are plain divisions.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvtierd.tiers.blockio import I64, Kernel
+from kvtierd.tiers.bodies import W_VALID_LENGTH
+from kvtierd.tiers.direct_io import DirectIO
+from kvtierd.tiers.errors import StartError
+from kvtierd.tiers.headers import SlotArray, SpillHeaders, Words
+from kvtierd.tiers.locks import LockedDirectory
+from kvtierd.tiers.records import SlabEntry
+from kvtierd.tiers.scan import Scan, scan_parts
+from kvtierd.tiers.superblock import Geometry
+
+log = logging.getLogger(__name__)
+
+HEADERS_NAME: Final = "headers.kv"
+PAYLOAD_NAME: Final = "blocks.kv"
+
+
+class SpillSettings(msgspec.Struct, frozen=True):
+    """What the configuration says of the NVMe tier.
+
+    Units: `capacity_bytes` is of each directory; what is left over of a slab is not used.
+    """
+
+    paths: tuple[str, ...]
+    capacity_bytes: int
+    slab_bytes: int
+    min_block_bytes: int
+    direct_io: DirectIO = "try"
+    durability: Literal["process", "power"] = "process"
+    preallocate: bool = False
+    io_threads: int = 16
+    queue_bytes: int = 256 << 20
+
+    def geometry(self) -> Geometry:
+        """How each file is cut. Errors: `ValueError` when the sizes do not fit together."""
+        return Geometry(
+            self.capacity_bytes // self.slab_bytes,
+            self.slab_bytes,
+            self.slab_bytes // self.min_block_bytes,
+        )
+
+
+class SpillScan(msgspec.Struct, frozen=True):
+    """A part of what a restart finds. Slots are global; bodies say their place in their file."""
+
+    found: Scan
+    lost: npt.NDArray[np.bool_]
+    """Which of `found.slots` have lost their payload (file missing or cut). Shapes: [n]."""
+
+
+class SpillFile:
+    """One directory's pair of files."""
+
+    def __init__(
+        self,
+        index: int,
+        directory: LockedDirectory,
+        headers: SpillHeaders,
+        created: bool,
+        direct: bool,
+    ) -> None:
+        self.index = index
+        self.directory = directory
+        self.headers = headers
+        self.created = created
+        self.direct = direct
+        self.payload_fd = -1
+        self.payload_bytes = 0
+        """Size as found; less than the geometry's when the payload is missing or was cut."""
+
+    def open_payload(self) -> None:
+        """Open the payload if it is there; it may lack bytes, which `begin` gives back."""
+        with contextlib.suppress(FileNotFoundError):
+            self.payload_fd = self.directory.open_file(PAYLOAD_NAME, os.O_RDWR | self._direct_flag)
+            self.payload_bytes = os.fstat(self.payload_fd).st_size
+
+    def make_whole(self, preallocate: bool, undo: list[Callable[[], None]]) -> None:
+        """Give the payload its full size; `undo` collects how to take that back.
+
+        Errors: `OSError` (ENOSPC) when it cannot be preallocated.
+        """
+        size = self.headers.geometry.payload_bytes
+        if self.payload_fd < 0:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct_flag
+            self.payload_fd = self.directory.open_file(PAYLOAD_NAME, flags)
+            undo.append(lambda: self.directory.remove(PAYLOAD_NAME))
+        elif self.payload_bytes < size:
+            undo.append(lambda: os.ftruncate(self.payload_fd, self.payload_bytes))
+        if self.payload_bytes < size:
+            os.ftruncate(self.payload_fd, size)
+        if preallocate:
+            os.posix_fallocate(self.payload_fd, 0, size)
+
+    @property
+    def _direct_flag(self) -> int:
+        return os.O_DIRECT if self.direct else 0
+
+    def close(self) -> None:
+        """Close both files and let go of the lock."""
+        self._close_files()
+        self.directory.close()
+
+    def abandon(self) -> None:
+        """Close both files, and remove what this start has made."""
+        self._close_files()
+        if self.created:
+            self.directory.remove(HEADERS_NAME)
+        self.directory.discard()
+
+    def _close_files(self) -> None:
+        self.headers.close()
+        if self.payload_fd >= 0:
+            os.close(self.payload_fd)
+            self.payload_fd = -1
+
+
+class SpillFiles:
+    """All spill files of the daemon, as one row of slabs and slots."""
+
+    def __init__(
+        self, settings: SpillSettings, files: list[SpillFile], words: Words, kernel: Kernel
+    ) -> None:
+        self.settings = settings
+        self.files = files
+        self.kernel = kernel
+        self.words = words
+        """Mirror of all words as found at the start; from then on the core's. [slots]"""
+        self.geometry = settings.geometry()
+        self.warnings: list[str] = []
+        """What an operator should know about this start; also logged."""
+        self.damaged_slabs: list[int] = []
+        """Slabs whose directory entry is unreadable: their blocks are lost, unnamed."""
+        self._slot_bytes = np.zeros(len(files) * self.geometry.slabs, np.int64)
+        self._entries: list[SlabEntry] = []
+        self._pending: dict[int, SlabEntry | None] = {}  # slabs whose entry is due
+        self._pending_lock = threading.Lock()
+        self._settle_locks = [threading.Lock() for _ in files]
+        self._load_directory()
+
+    # ------------------------------------------------------------ where things are
+
+    def locate(self, slots: SlotArray) -> tuple[I64, I64, I64]:
+        """File, byte offset in it and slot size of each slot; size 0 where no slab is assigned."""
+        slabs, places = np.divmod(slots, self.geometry.max_slots)
+        files, local_slabs = np.divmod(slabs, self.geometry.slabs)
+        slot_bytes = self._slot_bytes[slabs]
+        return files, local_slabs * self.geometry.slab_bytes + places * slot_bytes, slot_bytes
+
+    def local(self, slots: SlotArray) -> SlotArray:
+        """Slot numbers within their file."""
+        return slots % self.geometry.total_slots
+
+    # ------------------------------------------------------------ slab directory
+
+    def slabs(self) -> list[SlabEntry]:
+        """The slabs in use as found at the start; numbers are global."""
+        return self._entries
+
+    def assign_slab(self, entry: SlabEntry) -> None:
+        """Give a slab (global number) to a layout; written by the next `settle` of its file."""
+        self._slot_bytes[entry.slab] = entry.slot_bytes
+        with self._pending_lock:
+            self._pending[entry.slab] = entry
+
+    def free_slab(self, slab: int) -> None:
+        """Take a slab (global number) back; written by the next `settle` of its file."""
+        self._slot_bytes[slab] = 0
+        with self._pending_lock:
+            self._pending[slab] = None
+
+    def settle(self, index: int) -> dict[int, OSError]:
+        """Write what is due in a file's slab directory; returns the slabs where that failed.
+
+        Those stay due. It takes turns: when it returns, no entry is half written by another.
+        """
+        failed: dict[int, OSError] = {}
+        with self._settle_locks[index]:
+            with self._pending_lock:
+                first = index * self.geometry.slabs
+                mine = [slab for slab in self._pending if 0 <= slab - first < self.geometry.slabs]
+                due = {slab: self._pending.pop(slab) for slab in mine}
+            for slab, entry in due.items():
+                try:
+                    self._write_entry(self.files[index].headers, slab - first, entry)
+                except OSError as error:
+                    failed[slab] = error
+                    with self._pending_lock:
+                        self._pending.setdefault(slab, entry)
+        return failed
+
+    @staticmethod
+    def _write_entry(headers: SpillHeaders, slab: int, entry: SlabEntry | None) -> None:
+        if entry is None:
+            headers.free_slab(slab)
+            return
+        # Words left over from a damaged entry or a lost write must not come alive again.
+        first = slab * headers.geometry.max_slots
+        slots = np.arange(first, first + entry.slots, dtype=np.int64)
+        headers.write_words(slots, np.zeros(entry.slots, np.uint64))
+        headers.assign_slab(msgspec.structs.replace(entry, slab=slab))
+
+    def _load_directory(self) -> None:
+        for index, file in enumerate(self.files):
+            table = file.headers.slab_table()
+            base = index * self.geometry.slabs
+            for entry in table.entries():
+                self._entries.append(msgspec.structs.replace(entry, slab=base + entry.slab))
+                self._slot_bytes[base + entry.slab] = entry.slot_bytes
+            self.damaged_slabs += (base + np.flatnonzero(table.damaged)).tolist()
+
+    # ------------------------------------------------------------ restart
+
+    def scan(self) -> Iterator[SpillScan]:
+        """What lies in the slots, file by file and part by part; nothing is changed."""
+        for index, file in enumerate(self.files):
+            for part in scan_parts(file.headers):
+                slots = part.slots + index * self.geometry.total_slots
+                _, offsets, _ = self.locate(slots)
+                lengths = (part.bodies[:, W_VALID_LENGTH] >> np.uint64(32)).astype(np.int64)
+                found = msgspec.structs.replace(
+                    part,
+                    slots=slots,
+                    busy_slots=part.busy_slots + index * self.geometry.total_slots,
+                    damaged=part.damaged + index * self.geometry.total_slots,
+                )
+                yield SpillScan(found, offsets + lengths > file.payload_bytes)
+
+    def begin(self, generation: int) -> None:
+        """Take the files into use under this start's number; call once, when nothing else can fail.
+
+        Errors: `StartError`; what this call changed is taken back.
+        """
+        undo: list[Callable[[], None]] = []
+        try:
+            for file in self.files:
+                file.make_whole(self.settings.preallocate, undo)
+            for file in self.files:
+                file.headers.set_generation(generation)
+                file.headers.sync()
+                os.fsync(file.directory.fd)
+                file.created = False
+        except (OSError, StartError) as error:
+            for step in reversed(undo):
+                step()
+            if isinstance(error, StartError):
+                raise
+            raise StartError(
+                f"cannot prepare the spill files ({self.geometry.payload_bytes} bytes each)",
+                error.strerror or str(error),
+                "make room, lower spill.capacity_bytes or set spill.preallocate = false",
+            ) from error
+
+    def warn(self, message: str) -> None:
+        """Note what an operator should know."""
+        log.warning("%s", message)
+        self.warnings.append(message)
+
+    def abandon(self) -> None:
+        """The start has failed: close, and remove what it has made."""
+        for file in self.files:
+            file.abandon()
+
+    def close(self) -> None:
+        """Write what is due, close all files and let go of the locks."""
+        for index, file in enumerate(self.files):
+            for slab, error in self.settle(index).items():
+                log.error("spill: slab %d: its directory entry was not written: %s", slab, error)
+            file.close()

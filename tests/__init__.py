@@ -1,0 +1,1 @@
+"""The tests, as a package so that their helpers can be imported by name."""

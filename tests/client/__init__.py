@@ -1,0 +1,1 @@
+"""The client library alone: protocol, shells, leases, copies and cost model."""

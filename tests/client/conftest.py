@@ -1,0 +1,44 @@
+"""A scripted daemon on a socket of its own for every test that asks for one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier_client import wire
+from tests.client.scripted import ScriptedDaemon
+from tests.client.shells import SHELLS, Shells
+
+LAYOUT = wire.Layout(
+    model="tiny",
+    dtype="uint8",
+    layers=1,
+    kv_heads=2,
+    head_dim=256,
+    block_tokens=4,
+    block_bytes=4096,
+)
+
+
+@pytest.fixture
+def layout() -> wire.Layout:
+    return LAYOUT
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[ScriptedDaemon]:
+    with ScriptedDaemon(tmp_path / "kv.sock") as scripted:
+        yield scripted
+
+
+@pytest.fixture(params=SHELLS)
+def shells(request: pytest.FixtureRequest) -> Iterator[Shells]:
+    opened = Shells(request.param)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def client(shells: Shells, daemon: ScriptedDaemon) -> Any:
+    return shells.open(daemon.path)

@@ -1,0 +1,120 @@
+"""A row's bits depend on the row alone: neighbours, place, tile and thread count do not matter."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvtier_worker.model import Llama
+from kvtier_worker.pool import PagedPool
+from kvtier_worker.tile import TILE_ROWS, Row, build_tile
+from tests.worker.tiny import BLOCK_TOKENS, CPU, tiny_model, tiny_pool
+
+LENGTH = 150
+PAGES = -(-LENGTH // BLOCK_TOKENS)
+
+
+def run(model: Llama, pool: PagedPool, rows: list[Row]) -> Tensor:
+    tile = build_tile(rows, BLOCK_TOKENS, pool.shape.kv_heads, pool.scratch_page, CPU)
+    return model.logits(model.forward(tile, pool.k_pages, pool.v_pages))
+
+
+def decode_alone(model: Llama, pool: PagedPool, tokens: list[int], pages: list[int]) -> Tensor:
+    """One token a step, nobody else in the tile. Shapes: [len(tokens), vocab]."""
+    return torch.stack(
+        [run(model, pool, [Row(token, at, pages)])[0] for at, token in enumerate(tokens)]
+    )
+
+
+def kv_of(pool: PagedPool, pages: list[int], tokens: int) -> Tensor:
+    """The KV of a sequence's first tokens. Shapes: [layers, 2, tokens, kv_heads, head_dim]."""
+    records = torch.empty(len(pages), *pool.shape.record)
+    pool.read_blocks(pages, records)
+    return records.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)[:, :, :tokens]
+
+
+class Reference:
+    """A sequence decoded one by one, alone: what every other way must reproduce bit by bit."""
+
+    def __init__(self, model: Llama) -> None:
+        self.model = model
+        self.tokens = [random.Random(7).randrange(256) for _ in range(LENGTH)]
+        pool = tiny_pool(model, PAGES)
+        pages = pool.take(PAGES)
+        self.logits = decode_alone(model, pool, self.tokens, pages)
+        self.kv = kv_of(pool, pages, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(tiny_model())
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.lists(st.integers(1, TILE_ROWS), min_size=20, max_size=150), seed=st.integers(0, 99))
+def test_prefill_in_any_chunks_gives_the_bits_of_decode(
+    reference: Reference, cuts: list[int], seed: int
+) -> None:
+    choice = random.Random(seed)
+    pool = tiny_pool(reference.model, 4 * PAGES)
+    pages = pool.take(4 * PAGES)
+    choice.shuffle(pages)
+    mine = pages[:PAGES]
+    at = 0
+    for cut in cuts:
+        part = range(at, min(at + cut, LENGTH))
+        if not part:
+            break
+        rows = [Row(reference.tokens[i], i, mine) for i in part]
+        logits = run(reference.model, pool, rows)
+        assert torch.equal(logits[: len(part)], reference.logits[part.start : part.stop])
+        at = part.stop
+    assert torch.equal(kv_of(pool, mine, at), reference.kv[:, :, :at])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_neighbours_and_place_in_the_tile_change_no_bit(
+    reference: Reference, data: st.DataObject
+) -> None:
+    choice = random.Random(data.draw(st.integers(0, 10_000)))
+    pool = tiny_pool(reference.model, 16 * TILE_ROWS)
+    for layer in (*pool.k_pages, *pool.v_pages):
+        layer.normal_(0, 30)  # neighbours have KV of any kind
+    mine = pool.take(PAGES)
+    at = data.draw(st.integers(0, LENGTH - 1))
+    decode = [Row(reference.tokens[i], i, mine) for i in range(at)]
+    for start in range(0, at, TILE_ROWS):
+        run(reference.model, pool, decode[start : start + TILE_ROWS])
+
+    neighbours = [
+        Row(choice.randrange(256), choice.randrange(0, 16 * 15), pool.take(15))
+        for _ in range(data.draw(st.integers(0, TILE_ROWS - 1)))
+    ]
+    place = choice.randrange(len(neighbours) + 1)
+    rows = [*neighbours[:place], Row(reference.tokens[at], at, mine), *neighbours[place:]]
+    logits = run(reference.model, pool, rows)
+    assert torch.equal(logits[place], reference.logits[at])
+    assert torch.equal(kv_of(pool, mine, at + 1), reference.kv[:, :, : at + 1])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_thread_count_changes_no_bit(reference: Reference, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        pool = tiny_pool(reference.model, PAGES)
+        logits = decode_alone(reference.model, pool, reference.tokens, pool.take(PAGES))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(logits, reference.logits)
+
+
+def test_the_check_sees_a_change_of_one_bit(reference: Reference) -> None:
+    """The comparison above is of bits, not of near values."""
+    changed = reference.logits.clone()
+    changed.view(torch.int32)[3, 5] ^= 1
+    assert not torch.equal(changed, reference.logits)
