@@ -54,6 +54,9 @@ SPILL_PATH: Final[_Table] = (
     ("direct_io", "kvtierd_nvme_path_direct_io", "1 when it is written past the page cache."),
 )
 
+GAUGE_ENDINGS: Final = ("_in_flight", "_queued")
+"""Names among the report's counters that go down as well as up."""
+
 
 class StatsCollector(Collector):
     """Yields the metrics of one report; what a report lacks is left out."""
@@ -79,9 +82,11 @@ class StatsCollector(Collector):
         yield from _gauges(SPILL_PATH, {(each["path"],): each for each in paths}, ["path"])
         for name, value in sorted(self._stats.get("counters", {}).items()):
             words = name.replace("_", " ").capitalize()
-            yield CounterMetricFamily(
-                f"kvtierd_{name}", f"{words}, since the daemon started.", value=value
-            )
+            if name.endswith(GAUGE_ENDINGS):
+                yield GaugeMetricFamily(f"kvtierd_{name}", f"{words}, now.", value=value)
+            else:
+                text = f"{words}, since the daemon started."
+                yield CounterMetricFamily(f"kvtierd_{name}", text, value=value)
 
 
 def _gauges(

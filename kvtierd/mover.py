@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvtier_client.wire import CACHED, HELD, NO_NODE
 from kvtierd.core import copies
-from kvtierd.core.actions import Clear, Demote, Promote, Publish
+from kvtierd.core.actions import Clear, Demote, Promote, Publish, PublishOne
 from kvtierd.core.blocks import F_HELD, NONE, Rows, Slots
 from kvtierd.core.slabs import ready_words
 from kvtierd.core.state import State
@@ -132,6 +132,7 @@ class Mover:
         self.idle.set()
         self._do: dict[type, Callable[[Any], None]] = {
             Publish: self.publish,
+            PublishOne: self.publish_one,
             Demote: self._demote,
             Promote: self._promote,
             Clear: self._clear,
@@ -149,13 +150,14 @@ class Mover:
         world = self._state.world
         pool, rows, slots = action.pool, action.rows, action.slots
         headers = self._arenas[pool.tenant.name].headers
-        if len(rows) == 1:
-            slot = int(slots[0])
-            body = _one_body(world, pool, int(rows[0]), slot, action.lease)
-            headers.write_body(slot, body)
-            return
         fields = body_fields(world, pool, rows, Kind.ARENA, slots, action.lease)
         headers.write_bodies(slots, compose(len(rows), fields))
+
+    def publish_one(self, action: PublishOne) -> None:
+        """The same for one block."""
+        pool, slot = action.pool, action.slot
+        body = _one_body(self._state.world, pool, action.row, slot, action.lease)
+        self._arenas[pool.tenant.name].headers.write_body(slot, body)
 
     # ---------------------------------------------------------------- NVMe
 

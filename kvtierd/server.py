@@ -42,6 +42,10 @@ HELLO_TIMEOUT_S: Final = 5.0
 """How long a connection may take to say who it is."""
 PARTIAL_FRAME_S: Final = 30.0
 """How long a frame may take to arrive as a whole."""
+PILE_UP: Final = 4
+"""A push that finds this many times `limits.output_buffer_bytes` unread ends the connection."""
+TEXT_MAX: Final = 1000
+"""Characters of an error's message on the wire."""
 _SO_PEERPIDFD: Final = 77
 _CRED: Final = struct.Struct("3i")
 
@@ -114,6 +118,7 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self.pending: set[int] = set()
+        self._paused = False
         self.partial_since_s = 0.0
         self.peer: Any = None
         self._frame_bytes = desk.limits.frame_bytes
@@ -123,6 +128,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._transport.set_write_buffer_limits(high=self.desk.limits.output_buffer_bytes)
+        self._cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -130,18 +136,36 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The peer does not read: take no more requests from it."""
+        self._paused = True
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        if self._transport is not None:
+        self._paused = False
+        self._cut()
+        if self._transport is not None and not self._paused:
             self._transport.resume_reading()
 
     def send(self, message: Reply) -> None:
-        """Send a reply or push; nothing happens on a closed connection."""
+        """Send the reply to a request; nothing happens on a closed connection."""
         self.pending.discard(message.id)
+        self._write(message)
+
+    def push(self, message: Reply) -> None:
+        """Send what nobody asked for; a peer that lets it pile up is cut off."""
+        self._write(message)
+        transport, limit = self._transport, self.desk.limits.output_buffer_bytes
+        if transport is not None and transport.get_write_buffer_size() > PILE_UP * limit:
+            log.warning("a client does not read what it is sent: its connection is closed")
+            transport.abort()
+
+    def _write(self, message: Reply) -> None:
         if self._transport is not None:
             self._transport.write(frame(message, self._encoder))
+
+    def behind_hello(self, data: bytes) -> None:
+        """Bytes that came with HELLO, before the connection was on the loop."""
+        self._buffer += data
 
     def close(self) -> None:
         """Close after what was sent."""
@@ -162,7 +186,7 @@ class Connection(asyncio.Protocol):
     def _cut(self) -> None:
         buffer = self._buffer
         start = 0
-        while len(buffer) - start >= 4:
+        while len(buffer) - start >= 4 and not self._paused and self._transport is not None:
             (length,) = FRAME_HEADER.unpack_from(buffer, start)
             if length > self._frame_bytes:
                 self._refuse_frame(length)
@@ -172,12 +196,15 @@ class Connection(asyncio.Protocol):
             self._one(bytes(buffer[start + 4 : start + 4 + length]))
             start += 4 + length
         del buffer[:start]
-        self.partial_since_s = asyncio.get_running_loop().time() if buffer else 0.0
+        if not buffer or self._paused:
+            self.partial_since_s = 0.0
+        elif start or not self.partial_since_s:
+            self.partial_since_s = asyncio.get_running_loop().time()
 
     def _refuse_frame(self, length: int) -> None:
         """Framing is lost with a frame that is too long to skip: say so and close."""
         self._buffer.clear()
-        self.send(
+        self._write(
             self.error(0, ProtocolError(
                 f"a frame of {length} bytes; at most {self._frame_bytes} (limits.frame_bytes)"
             ))
@@ -187,34 +214,40 @@ class Connection(asyncio.Protocol):
     def _one(self, payload: bytes | memoryview) -> None:
         try:
             req: Request = self._decode(payload)
-        except msgspec.MsgspecError as error:
-            self.send(self.error(*_explain(payload, error)))
-            return
-        if req.id in self.pending or len(self.pending) >= self.desk.limits.requests_in_flight:
-            self.send(
-                self.error(req.id, QuotaExceeded(
-                    f"{len(self.pending)} requests in flight (limits.requests_in_flight), "
-                    "or one of this id"
-                ))
-            )  # fmt: skip
+        except (msgspec.MsgspecError, RecursionError) as error:
+            self._write(self.error(*_explain(payload, error)))
             return
         if not getattr(req, "oneway", 0):
+            refusal = self._refusal(req.id)
+            if refusal is not None:
+                self._write(self.error(req.id, refusal))
+                return
             self.pending.add(req.id)
         reply = self._handle(self, req)
         if reply is not None:
             self.send(reply)
 
+    def _refusal(self, request_id: int) -> KvtierError | None:
+        """Why a request may not be taken beside those that wait for their replies."""
+        if request_id in self.pending:
+            return InvalidArgument(f"a request of id {request_id} waits for its reply already")
+        if len(self.pending) >= self.desk.limits.requests_in_flight:
+            return QuotaExceeded(
+                f"{len(self.pending)} requests in flight (limits.requests_in_flight)"
+            )
+        return None
+
     def error(self, request_id: int, error: KvtierError) -> Error:
         """An error as a reply."""
-        return Error(request_id, self.desk.boot, 0, error.code, str(error))
+        return Error(request_id, self.desk.boot, 0, error.code, str(error)[:TEXT_MAX])
 
 
-def _explain(payload: bytes | memoryview, error: msgspec.MsgspecError) -> tuple[int, KvtierError]:
+def _explain(payload: bytes | memoryview, error: Exception) -> tuple[int, KvtierError]:
     """The request id, as far as it can be read, and the error for a frame that is no request."""
     try:
         loose = msgspec.msgpack.decode(payload)
-    except msgspec.MsgspecError:
-        return 0, ProtocolError(f"not a MessagePack value: {error}")
+    except (msgspec.MsgspecError, RecursionError) as worse:
+        return 0, ProtocolError(f"not a MessagePack value that could be a request: {worse}")
     request_id = 0
     if isinstance(loose, list) and len(loose) > 1 and isinstance(loose[1], int):
         request_id = loose[1] if 0 <= loose[1] < 2**63 else 0
@@ -260,7 +293,7 @@ class Listener:
         conn = Connection(self._desk, self._decoder, admin=self._admin)
         try:
             limit = self._desk.limits.connections
-            if len(self.connections) >= limit:
+            if len(self.connections) + self._greeting >= limit:
                 raise QuotaExceeded(f"{limit} connections (limits.connections)")
             who = credentials(sock)
             if self._admin:

@@ -29,6 +29,8 @@ from kvtier_client.protocol import Pending
 
 FLUSH_PAUSE_S: Final = 0.001
 FLUSH_PAUSE_MAX_S: Final = 0.05
+GIVE_BACK_TIMEOUT_S: Final = 0.5
+"""How long a close waits for a daemon that may be gone, when no commit depends on it."""
 LayoutRef = wire.Layout | bytes
 """A layout, or the fingerprint of one that was registered."""
 
@@ -406,6 +408,7 @@ def ticket_cancel(core: Core, number: int) -> Op[None]:
 def close(core: Core, timeout_s: float) -> Op[None]:
     """Give everything back before the connection is closed.
 
+    Only one-way commits are worth the whole `timeout_s`: leases end with the client anyway.
     Errors: the first failure of a one-way commit that no flush has told.
     """
     with core.lock:
@@ -413,7 +416,10 @@ def close(core: Core, timeout_s: float) -> Op[None]:
             pool.retire(core)
         for lease in list(core.leases.values()):
             core.end_lease(lease)
-    yield from flush(core, timeout_s)
+        waiting = core.protocol.unacked
+    commits = any(isinstance(one.request, wire.Commit | wire.CommitKeys) for one in waiting)
+    yield from flush(core, timeout_s if commits else GIVE_BACK_TIMEOUT_S)
+    yield from ping(core, GIVE_BACK_TIMEOUT_S)
 
 
 # ------------------------------------------------------------------- values

@@ -34,6 +34,16 @@ class Publish:
 
 
 @dataclass(slots=True)
+class PublishOne:
+    """`Publish` for one row."""
+
+    pool: "Pool"
+    row: int
+    slot: int
+    lease: int
+
+
+@dataclass(slots=True)
 class AssignSlab:
     """Record in a tier's slab directory whose a slab is; `tenant` None means NVMe."""
 
@@ -159,9 +169,7 @@ class Note:
 
 
 Action = (
-    Note | Send | Publish | AssignSlab | Demote | Promote | Clear | RecordMember | SaveSession | SaveNodes
-    | DropNodes | DropSession | SaveLayout | SaveBlob | LoadBlob | SaveHolds
-)  # fmt: skip
-CATALOG_ACTIONS = (
-    SaveSession, SaveNodes, DropNodes, DropSession, SaveLayout, SaveBlob, SaveHolds,
+    Note | Send | Publish | PublishOne | AssignSlab | Demote | Promote | Clear | RecordMember
+    | SaveSession | SaveNodes | DropNodes | DropSession | SaveLayout | SaveBlob | LoadBlob
+    | SaveHolds
 )  # fmt: skip

@@ -108,6 +108,7 @@ class Copies:
         slots = table.nvme[rows]
         table.nvme[rows] = NONE
         pool.clean -= len(rows)
+        pool.tenant.arena.epoch += 1
         self.clear(pool, slots)
 
     def unread(self, pool: Pool, rows: Rows) -> None:
@@ -190,6 +191,7 @@ class Copies:
     def promote(self, pool: Pool, rows: Rows, slots: Slots, urgent: bool) -> None:
         """Start to copy rows from NVMe into DRAM slots that were allocated as FILLING."""
         world, table = self.world, self.world.table
+        pool.tenant.arena.epoch += 1
         table.flags[rows] |= F_FILLING
         table.dram[rows] = slots
         pool.tenant.arena.row_of[slots] = rows + 1

@@ -97,6 +97,9 @@ class Evictor:
             tenant.pressure = True
         elif used <= limits.low_watermark * total:
             tenant.pressure = False
+        else:
+            tenant.calm_bytes = int(limits.high_watermark * total) - used
+            tenant.calm_epoch = tenant.arena.epoch
         if tenant.pressure:
             pools = [pool for pool in tenant.pools.values() if pool.dram.used]
             moving = sum(pool.moving * pool.slot_bytes for pool in pools)

@@ -14,7 +14,6 @@ from kvtier_client.errors import (
     InvalidArgument,
     KvtierError,
     LayoutMismatch,
-    LeaseExpired,
     Timeout,
     UnknownBranch,
     UnknownSession,
@@ -25,8 +24,6 @@ from kvtier_client.wire import (
     Cancel,
     Done,
     Granted,
-    Hits,
-    Lookup,
     Prefetch,
     Ready,
     Release,
@@ -35,7 +32,8 @@ from kvtierd.core.actions import Send
 from kvtierd.core.blocks import F_FILLING, F_LOST, NONE, Rows
 from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
-from kvtierd.core.leases import Group, Kind, Lease, Peer, Ticket, pack_u32, pack_u64
+from kvtierd.core.keyed import Keyed, leading
+from kvtierd.core.leases import Kind, Lease, Peer, Ticket, pack_u32, pack_u64
 from kvtierd.core.slabs import FILLING, NO_OWNER, READER_BITS, READERS_MAX
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.tree import Session, resolve
@@ -49,8 +47,11 @@ _OWNER_MASK = np.uint64(0xFFFF0000)
 class Reads:
     """Read leases, pins, and the blocks that are fetched for them."""
 
-    def __init__(self, world: World, copies: Copies, evictor: Evictor, writes: Writes) -> None:
-        self.world, self.copies, self.evictor, self.writes = world, copies, evictor, writes
+    def __init__(
+        self, world: World, copies: Copies, evictor: Evictor, writes: Writes, keyed: Keyed
+    ) -> None:
+        self.world, self.copies, self.evictor = world, copies, evictor
+        self.writes, self.keyed = writes, keyed
 
     # ------------------------------------------------------------ acquire
 
@@ -68,8 +69,8 @@ class Reads:
         if held is not None:
             return held
         pool = self.writes.pool(peer, req.layout)
-        rows = self.writes.find(pool, req.keys)
-        rows = rows[: _leading(rows != NONE)]
+        rows = self.keyed.find(pool, req.keys)
+        rows = rows[: leading(rows != NONE)]
         if not len(rows):
             return Granted(req.id, self.world.boot, peer.acked, 0, 0.0, b"")
         return self._start(peer, req, pool, rows, {}, req.wait_s, req.ttl_s)
@@ -125,7 +126,7 @@ class Reads:
             row = int(rows[0])
             good = 1 if row != NONE and not self.world.table.flags[row] & F_LOST else 0
         else:
-            good = _leading((rows != NONE) & ((self.world.table.flags[rows] & F_LOST) == 0))
+            good = leading((rows != NONE) & ((self.world.table.flags[rows] & F_LOST) == 0))
         if good:
             return rows[:good]
         if int(rows[0]) == NONE:
@@ -164,7 +165,7 @@ class Reads:
         if ticket.prefetch:
             want = min(want, pool.write_room)
         elif want > arena.available(pool.dram):
-            lead = _leading(~absent)
+            lead = leading(~absent)
             self._read(ticket.peer.member.index, pool, rows[:lead])
             patient = ticket.deadline_s > self.world.now_s
             self.evictor.make_room(pool, want, write=False, patient=patient)
@@ -246,7 +247,7 @@ class Reads:
             loaded = int(np.count_nonzero(there))
             self.end_prefetch(ticket, loaded, ticket.asked - loaded)
             return None
-        good = _leading(there)
+        good = leading(there)
         if good < len(rows):
             self._give_up(ticket.pool, rows[good:])
             ticket.rows = rows[:good]
@@ -270,8 +271,8 @@ class Reads:
         """Find the rows of a waiting ticket again: its branch may have changed meanwhile."""
         req = ticket.request
         if isinstance(req, AcquireKeys):
-            rows = self.writes.find(ticket.pool, req.keys)
-            ticket.rows = rows[: _leading(rows != NONE)]
+            rows = self.keyed.find(ticket.pool, req.keys)
+            ticket.rows = rows[: leading(rows != NONE)]
             return
         assert isinstance(req, Acquire | Prefetch)
         if session is None:
@@ -378,54 +379,9 @@ class Reads:
         self.writes.end(lease, len(lease.rows))
         return len(lease.rows)
 
-    def forget_group(self, group: Group) -> None:
-        """All processes of a group are dead: nobody reads for it any more."""
-        for lease in [lease for lease in group.leases.values() if lease.kind is not Kind.WRITE]:
-            self.end_lease(lease)
-
-    # ------------------------------------------------------------- lookup
-
-    def lookup(self, peer: Peer, req: Lookup) -> Hits:
-        """Leading hits per layout; with a lease, of one layout, they stay until its release."""
-        world = self.world
-        pools = [self.writes.pool(peer, fingerprint) for fingerprint in req.layouts]
-        if req.lease and len(pools) != 1:
-            raise InvalidArgument("a lookup with a lease asks for one layout")
-        if req.lease and self._pinned(peer, req.lease) is not None:
-            lease = peer.group.leases[peer.member.index << 32 | req.lease]
-            return Hits(req.id, world.boot, peer.acked, [len(lease.rows)], lease.id)
-        hits, rows = [], np.empty(0, np.int64)
-        for pool in pools:
-            rows = self.writes.find(pool, req.keys)
-            rows = rows[: _leading(rows != NONE)]
-            world.table.touch[rows] = world.touch
-            hits.append(len(rows))
-        lease_id = 0
-        if req.lease and len(rows):
-            lease_id = self.writes.new_lease_id(peer, req.lease)
-            world.pin(pools[0], rows)
-            empty = np.empty(0, np.int64)
-            deadline_s = world.now_s + world.ttl_s(req.ttl_s)
-            self.writes.add_lease(
-                Lease(lease_id, peer.group, pools[0], Kind.PIN, deadline_s, empty, rows, b"")
-            )
-        return Hits(req.id, world.boot, peer.acked, hits, lease_id)
-
-    def _pinned(self, peer: Peer, counter: int) -> Lease | None:
-        lease = peer.group.leases.get(peer.member.index << 32 | counter)
-        if lease is not None and lease.kind is not Kind.PIN:
-            raise LeaseExpired(f"lease counter {counter} is in use for something else")
-        return lease
-
-
 def arena_offsets(pool: Pool, slots: Rows) -> bytes:
     """Packed byte offsets of a pool's DRAM slots."""
     arena = pool.tenant.arena
     if len(slots) == 1:
         return arena.offset(pool.dram, int(slots[0])).to_bytes(8, "little")
     return arena.offsets(pool.dram, slots).tobytes()
-
-
-def _leading(mask: NDArray[np.bool_]) -> int:
-    """How many of the mask's first elements are true."""
-    return len(mask) if mask.all() else int(mask.argmin())

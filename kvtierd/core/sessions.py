@@ -27,7 +27,6 @@ from kvtier_client.wire import (
     Done,
     Fork,
     GetBlob,
-    Hold,
     Layout,
     LayoutRegistered,
     NodeInfo,
@@ -35,19 +34,16 @@ from kvtier_client.wire import (
     Prune,
     PutBlob,
     RegisterLayout,
-    Remove,
     ResumeSession,
     SessionReply,
     SetPriority,
     SetRetention,
-    Unhold,
 )  # fmt: skip
 from kvtierd.core.actions import (
     DropNodes,
     DropSession,
     LoadBlob,
     SaveBlob,
-    SaveHolds,
     SaveLayout,
     SaveNodes,
     SaveSession,
@@ -58,7 +54,7 @@ from kvtierd.core.leases import Peer, pack_u32
 from kvtierd.core.reads import Reads
 from kvtierd.core.slabs import SlabPool
 from kvtierd.core.tenant import SLOT_ALIGN, Pool, Tenant
-from kvtierd.core.tree import Node, Run, Session, remove_branch, trim_to_children
+from kvtierd.core.tree import Node, Run, Session, remove_branch, session_of, trim_to_children
 from kvtierd.core.world import World
 from kvtierd.core.writes import Writes
 
@@ -139,15 +135,6 @@ class Sessions:
             raise QuotaExceeded(f"tenant {tenant.name} has its {len(tenant.pools)} layouts already")
 
     # ------------------------------------------------------------ sessions
-
-    def get(self, peer: Peer, sid: int) -> Session:
-        """A session that the peer's group has opened or resumed."""
-        session = peer.group.tenant.sessions.get(sid)
-        if session is None or sid not in peer.group.sessions:
-            raise UnknownSession(
-                f"session {sid:016x} is not open in this group; open or resume it by its token"
-            )
-        return session
 
     def open(self, peer: Peer, req: OpenSession) -> SessionReply:
         """Create a session with its root node, or return the one that has this token."""
@@ -243,7 +230,7 @@ class Sessions:
 
     def describe(self, peer: Peer, req: Describe) -> SessionReply:
         """What is stored of a session."""
-        return self._reply(peer, req.id, self.get(peer, req.session), created=False)
+        return self._reply(peer, req.id, session_of(peer, req.session), created=False)
 
     def _reply(self, peer: Peer, request_id: int, session: Session, created: bool) -> SessionReply:
         return SessionReply(
@@ -275,7 +262,7 @@ class Sessions:
         tenant = peer.group.tenant
         if req.session not in tenant.sessions and req.session in tenant.closed:
             return Done(req.id, self.world.boot, peer.acked, 0)
-        session = self.get(peer, req.session)
+        session = session_of(peer, req.session)
         return Done(req.id, self.world.boot, peer.acked, self.end(session))
 
     def end(self, session: Session) -> int:
@@ -283,7 +270,8 @@ class Sessions:
         tenant = session.tenant
         rows = [array[array != NONE] for array in session.row_arrays()]
         for number, held in session.holds.items():
-            self._unhold_rows(self.world.pools[number], np.array(sorted(held), np.int64))
+            if held:
+                self.copies.unpin(self.world.pools[number], np.array(sorted(held), np.int64))
         for group in session.groups:
             group.sessions.discard(session.sid)
         self.reads.cancel_prefetches(tenant, session.sid, None)
@@ -318,7 +306,7 @@ class Sessions:
 
     def fork(self, peer: Peer, req: Fork) -> Done:
         """Add a node below `parent` at `fork_tokens`; no block is touched."""
-        session = self.get(peer, req.session)
+        session = session_of(peer, req.session)
         parent = self.node(session, req.parent)
         done = Done(req.id, self.world.boot, peer.acked, 0)
         known = session.nodes.get(req.node)
@@ -344,7 +332,7 @@ class Sessions:
 
     def prune(self, peer: Peer, req: Prune) -> Done:
         """End a node with its subtree, or only its own continuation; a repeat does nothing."""
-        session = self.get(peer, req.session)
+        session = session_of(peer, req.session)
         if req.node in session.pruned:
             return Done(req.id, self.world.boot, peer.acked, 0)
         node = self.node(session, req.node)
@@ -373,7 +361,7 @@ class Sessions:
 
     def set_retention(self, peer: Peer, req: SetRetention) -> Done:
         """Make the stored blocks of a node (or of all) HELD or CACHED."""
-        session = self.get(peer, req.session)
+        session = session_of(peer, req.session)
         if req.retention not in (HELD, CACHED):
             raise InvalidArgument(f"retention {req.retention} is neither HELD (1) nor CACHED (2)")
         nodes = (
@@ -395,6 +383,7 @@ class Sessions:
             held = req.retention == HELD
             table.flags[mine] = (flags | F_HELD) if held else (flags & ~np.uint8(F_HELD))
             pool.held += world.kept(mine) - before
+            pool.tenant.arena.epoch += 1
         for node in nodes:
             node.retention, node.retention_seq = req.retention, world.seq
         world.actions.append(SaveNodes(nodes))
@@ -407,7 +396,7 @@ class Sessions:
 
     def set_priority(self, peer: Peer, req: SetPriority) -> Done:
         """Give a session a priority; blocks of low priority leave DRAM first."""
-        session = self.get(peer, req.session)
+        session = session_of(peer, req.session)
         self._check_priority(req.priority)
         session.priority = req.priority
         count = 0
@@ -422,7 +411,7 @@ class Sessions:
 
     def put_blob(self, peer: Peer, req: PutBlob) -> Done:
         """Replace the blob of a session or node if the version is higher."""
-        session = self.get(peer, req.session)
+        session = session_of(peer, req.session)
         limit = self.world.limits.blob_bytes
         if len(req.data) > limit:
             raise QuotaExceeded(f"the blob has {len(req.data)} bytes, more than {limit}")
@@ -436,63 +425,9 @@ class Sessions:
 
     def get_blob(self, peer: Peer, req: GetBlob) -> Blob | None:
         """Read a blob; the reply comes from the catalog unless there is none."""
-        session = self.get(peer, req.session)
+        session = session_of(peer, req.session)
         at = session if req.node == NO_NODE else self.node(session, req.node)
         if not at.blob_version:
             return Blob(req.id, self.world.boot, peer.acked, 0, b"")
         self.world.actions.append(LoadBlob(peer, req.id, session, req.node))
         return None
-
-    # --------------------------------------------------------------- holds
-
-    def hold(self, peer: Peer, req: Hold) -> Done:
-        """Keep the leading stored ones of some keys for a session."""
-        session = self.get(peer, req.session)
-        pool = self.writes.pool(peer, req.layout)
-        rows = self.writes.find(pool, req.keys)
-        missing = np.flatnonzero(rows == NONE)
-        rows = rows[: missing[0]] if len(missing) else rows
-        held = session.holds.setdefault(pool.number, set())
-        fresh = np.array([row for row in dict.fromkeys(rows.tolist()) if row not in held], np.int64)
-        if len(fresh):
-            if not pool.admits(len(fresh)):
-                raise SpillFull(f"{len(fresh)} more held blocks do not fit beside HELD ones")
-            self.world.pin(pool, fresh)
-            held.update(fresh.tolist())
-            keys = self._keys_of(fresh)
-            self.world.actions.append(SaveHolds(session, pool, keys, held=True))
-        return Done(req.id, self.world.boot, peer.acked, len(rows))
-
-    def unhold(self, peer: Peer, req: Unhold) -> Done:
-        """Let go of keys that a session held."""
-        session = self.get(peer, req.session)
-        pool = self.writes.pool(peer, req.layout)
-        held = session.holds.get(pool.number, set())
-        rows = [row for row in self.writes.index(pool, req.keys).tolist() if row in held]
-        if rows:
-            held.difference_update(rows)
-            gone = np.array(sorted(set(rows)), np.int64)
-            keys = self._keys_of(gone)
-            self._unhold_rows(pool, gone)
-            self.world.actions.append(SaveHolds(session, pool, keys, held=False))
-        return Done(req.id, self.world.boot, peer.acked, len(rows))
-
-    def _keys_of(self, rows: Rows) -> list[bytes]:
-        table = self.world.table
-        packed = np.stack([table.owner0[rows], table.owner1[rows]], axis=1).astype("<u8").tobytes()
-        return [packed[i : i + 16] for i in range(0, len(packed), 16)]
-
-    def _unhold_rows(self, pool: Pool, rows: Rows) -> None:
-        if len(rows):
-            self.copies.unpin(pool, rows)
-
-    def remove(self, peer: Peer, req: Remove) -> Done:
-        """Drop keyed blocks that nobody holds; readers keep what they read until they release."""
-        pool = self.writes.pool(peer, req.layout)
-        rows = np.unique(self.writes.find(pool, req.keys))
-        rows = rows[rows != NONE]
-        rows = rows[self.world.table.pins[rows] == 0]
-        if len(rows):
-            self.world.unname(rows)
-            self.copies.drop(rows)
-        return Done(req.id, self.world.boot, peer.acked, len(rows))

@@ -91,6 +91,7 @@ class Slabs:
         self.free_slabs = list(range(slabs - 1, -1, -1))
         self.pool_of: list[SlabPool | None] = [None] * slabs
         self._empty = 0  # empty slabs of all pools
+        self.epoch = 0  # counts whatever may have left a pool less room than it had
         self._on_assign = on_assign
 
     def adopt(self, slab: int, pool: SlabPool) -> None:
@@ -176,6 +177,7 @@ class Slabs:
         if not self.free_slabs:
             self._unassign(*next(self._empty_of_others(pool)))
         slab = self.free_slabs.pop()
+        self.epoch += 1
         base = slab * self.max_slots
         self.words[base : base + self.max_slots] = 0  # a crash may have left some behind
         self.pool_of[slab] = pool

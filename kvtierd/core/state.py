@@ -26,6 +26,7 @@ from kvtierd.core.actions import Action, Note, RecordMember, Send
 from kvtierd.core.blocks import F_HELD, NONE
 from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
+from kvtierd.core.keyed import Keyed
 from kvtierd.core.leases import (
     MEMBERS_MAX,
     Group,
@@ -41,6 +42,7 @@ from kvtierd.core.reads import Reads
 from kvtierd.core.sessions import Sessions
 from kvtierd.core.slabs import NO_OWNER
 from kvtierd.core.tenant import Pool, Tenant
+from kvtierd.core.tree import session_of
 from kvtierd.core.world import World
 from kvtierd.core.writes import Writes
 
@@ -56,7 +58,8 @@ class State:
         self.copies = Copies(world)
         self.evictor = Evictor(world, self.copies)
         self.writes = Writes(world, self.copies, self.evictor)
-        self.reads = Reads(world, self.copies, self.evictor, self.writes)
+        self.keyed = Keyed(world, self.copies, self.writes)
+        self.reads = Reads(world, self.copies, self.evictor, self.writes, self.keyed)
         self.sessions = Sessions(world, self.copies, self.writes, self.reads)
         self._next_reap_s = 0.0
         self.unclaimed: dict[tuple[int, bytes], Callable[[Pool], None]] = {}
@@ -81,13 +84,13 @@ class State:
             wire.Release: self.reads.release,
             wire.Prefetch: self._prefetch,
             wire.Cancel: self.reads.cancel,
-            wire.Lookup: self.reads.lookup,
-            wire.ReserveKeys: self.writes.reserve_keys,
-            wire.CommitKeys: self.writes.commit_keys,
+            wire.Lookup: self.keyed.lookup,
+            wire.ReserveKeys: self.keyed.reserve_keys,
+            wire.CommitKeys: self.keyed.commit_keys,
             wire.AcquireKeys: self.reads.acquire_keys,
-            wire.Hold: self.sessions.hold,
-            wire.Unhold: self.sessions.unhold,
-            wire.Remove: self.sessions.remove,
+            wire.Hold: self.keyed.hold,
+            wire.Unhold: self.keyed.unhold,
+            wire.Remove: self.keyed.remove,
         }
 
     # ------------------------------------------------------------ requests
@@ -138,15 +141,17 @@ class State:
         return reply
 
     def _commit(self, peer: Peer, req: wire.Commit) -> wire.Done:
-        done = self.writes.commit(peer, req, self.sessions.get(peer, req.session))
-        self.balance(peer.group.tenant)
+        done = self.writes.commit(peer, req, session_of(peer, req.session))
+        tenant = peer.group.tenant
+        if tenant.calm_bytes < 0 or tenant.calm_epoch != tenant.arena.epoch:
+            self.balance(tenant)
         return done
 
     def _acquire(self, peer: Peer, req: wire.Acquire) -> wire.Granted | Ticket:
-        return self.reads.acquire(peer, req, self.sessions.get(peer, req.session))
+        return self.reads.acquire(peer, req, session_of(peer, req.session))
 
     def _prefetch(self, peer: Peer, req: wire.Prefetch) -> wire.Done:
-        return self.reads.prefetch(peer, req, self.sessions.get(peer, req.session))
+        return self.reads.prefetch(peer, req, session_of(peer, req.session))
 
     def _renew(self, peer: Peer, req: wire.Renew) -> wire.Done:
         lease = self.writes.lease(peer, req.lease)
@@ -377,7 +382,8 @@ class State:
     def _advance(self, ticket: Ticket) -> wire.Granted | KvtierError | None:
         req = ticket.request
         if isinstance(req, wire.Reserve | wire.ReserveKeys):
-            lease = self.writes.retry(ticket)
+            writer = self.keyed if isinstance(req, wire.ReserveKeys) else self.writes
+            lease = writer.retry(ticket)
             return None if lease is None else self.writes.granted(ticket.peer, req.id, lease)
         session = ticket.pool.tenant.sessions.get(getattr(req, "session", -1))
         self.reads.refresh(ticket, session)

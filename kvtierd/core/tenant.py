@@ -34,6 +34,8 @@ class Pool:
         self.clean = 0  # rows readable in DRAM that have an NVMe copy too
         self.promised = 0  # blocks promised to leases beyond their slots
         self.moving = 0  # rows being demoted: their DRAM slots will be free
+        self._slack = 0  # slots that can be granted without looking again, in `_epoch`
+        self._epoch = -1
 
     @property
     def dram_capacity(self) -> int:
@@ -58,6 +60,21 @@ class Pool:
         available = self.tenant.arena.available(self.dram)
         dirty = self.dram.used - self.clean
         return min(available, self.dram_capacity - self.headroom - dirty)
+
+    def take_slack(self, n: int) -> bool:
+        """Whether `n` more slots may be granted; the short path, that seldom looks closely.
+
+        False does not mean that there is no room, only that `admits` and `write_room` must say."""
+        arena = self.tenant.arena
+        if self._epoch != arena.epoch or self._slack < n:
+            own = self.dram.total + self.nvme.total - self.headroom - self.demand
+            self._slack = min(own, self.write_room)
+            self._epoch = arena.epoch
+            if self._slack < n or self.tenant.quarantined_bytes():
+                self._epoch = -1
+                return False
+        self._slack -= n
+        return True
 
     @property
     def demand(self) -> int:
@@ -110,6 +127,8 @@ class Tenant:
         self.waiting: list[Ticket] = []
         self.loading: list[Ticket] = []
         self.pressure = False
+        self.calm_bytes = 0  # bytes that may be allocated before watermarks matter, in `calm_epoch`
+        self.calm_epoch = -1
         self.spill_retry_s = 0.0  # no demotion before this time, after an I/O error
         self.lost_rows: list[Rows] = []
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvtier_client.errors import UnknownSession
 from kvtierd.core.blocks import NONE, Rows
 
 if TYPE_CHECKING:
-    from kvtierd.core.leases import Group
+    from kvtierd.core.leases import Group, Peer
     from kvtierd.core.tenant import Pool, Tenant
 
 PAGE_GAP_MAX: Final = 4096
@@ -115,6 +116,16 @@ class Session:
         for node in self.nodes.values():
             for run in node.runs:
                 yield run.rows
+
+
+def session_of(peer: "Peer", sid: int) -> Session:
+    """A session that the peer's group has opened or resumed. Errors: UnknownSession."""
+    session = peer.group.tenant.sessions.get(sid)
+    if session is None or sid not in peer.group.sessions:
+        raise UnknownSession(
+            f"session {sid:016x} is not open in this group; open or resume it by its token"
+        )
+    return session
 
 
 def subtree(node: Node) -> list[Node]:

@@ -96,6 +96,14 @@ class World:
             self.keys.rebind(self.table.owner0, self.table.owner1, self.table.pool)
         return rows
 
+    def add_row(self) -> int:
+        """One row; the short path of `add_rows`."""
+        capacity = self.table.capacity
+        row = self.table.add_one()
+        if self.table.capacity != capacity:
+            self.keys.rebind(self.table.owner0, self.table.owner1, self.table.pool)
+        return row
+
     def take_seqs(self, n: int) -> NDArray[np.uint64]:
         """The next `n` sequence numbers."""
         first = self.seq + 1
@@ -126,6 +134,7 @@ class World:
         table = self.table
         kept = (table.pins[rows] > 0) | ((table.flags[rows] & F_HELD) != 0)
         pool.held += int(len(rows) - np.count_nonzero(kept))
+        pool.tenant.arena.epoch += 1
         table.pins[rows] += 1
 
     def kept(self, rows: Rows) -> int:

@@ -18,27 +18,24 @@ from kvtier_client.wire import (
     HELD,
     Abort,
     Commit,
-    CommitKeys,
     Done,
     Granted,
     Reserve,
     ReserveKeys,
 )  # fmt: skip
-from kvtierd.core.actions import Publish
+from kvtierd.core.actions import Publish, PublishOne
 from kvtierd.core.blocks import F_HELD, F_LOST, NONE, Rows, Slots
 from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
 from kvtierd.core.leases import (
     ENDED_MAX,
-    Group,
     Kind,
     Lease,
     Peer,
     Ticket,
-    pack_u32,
     unpack_u32,
 )  # fmt: skip
-from kvtierd.core.slabs import QUARANTINED, WRITING, ready_words, word
+from kvtierd.core.slabs import QUARANTINED, READY, WRITING, ready_words, word
 from kvtierd.core.tenant import Pool
 from kvtierd.core.tree import PAGE_GAP_MAX, Node, Session
 from kvtierd.core.world import World
@@ -67,6 +64,8 @@ class Writes:
         """The full id for a client's counter."""
         if not 0 < counter <= 0xFFFFFFFF:
             raise InvalidArgument(f"lease counter {counter} is outside 1..2^32-1")
+        if peer.member.index << 32 | counter in peer.group.leases:
+            raise InvalidArgument(f"lease counter {counter} is in use for something else")
         limit = self.world.limits.leases_per_group
         if len(peer.group.leases) >= limit:
             raise QuotaExceeded(f"the group holds {limit} leases (limits.leases_per_group)")
@@ -76,21 +75,24 @@ class Writes:
         """Grant slots at once, or return the ticket of a request that may wait."""
         lease = peer.group.leases.get(peer.member.index << 32 | req.lease)
         if lease is not None and lease.kind is Kind.WRITE:
-            return self._granted(peer, req.id, lease)
+            return self.granted(peer, req.id, lease)
         pool = self.pool(peer, req.layout)
-        self._check_reserve(pool, req.blocks, req.ahead)
         self.new_lease_id(peer, req.lease)
         wait_s = self.world.wait_s(req.wait_s)
-        self.world.ttl_s(req.ttl_s)
+        ttl_s = self.world.ttl_s(req.ttl_s)
+        if not req.ahead and not req.draw and req.blocks > 0 and pool.take_slack(req.blocks):
+            lease = self._allocate(peer, pool, req.lease, req.blocks, ttl_s)
+            return self.granted(peer, req.id, lease)
+        self.check_reserve(pool, req.blocks, req.ahead)
         drawn = self._draw(peer, pool, req)
         lease = self.try_reserve(peer, pool, req, req.blocks, drawn, patient=wait_s > 0)
         if lease is not None:
-            return self._granted(peer, req.id, lease)
+            return self.granted(peer, req.id, lease)
         if not wait_s:
             raise self.refusal(pool, req.blocks + req.ahead - drawn)
         return Ticket(peer, req, pool, self.world.now_s + wait_s, _NO_ROWS, asked=req.blocks)
 
-    def _check_reserve(self, pool: Pool, blocks: int, ahead: int) -> None:
+    def check_reserve(self, pool: Pool, blocks: int, ahead: int) -> None:
         limit = self.world.limits.blocks_per_request
         if not 0 <= blocks <= limit or ahead < 0 or blocks + ahead == 0:
             raise InvalidArgument(
@@ -141,44 +143,43 @@ class Writes:
             self.evictor.make_room(pool, n, write=True, patient=patient)
             if n > pool.write_room:
                 return None
-        lease_id = peer.member.index << 32 | req.lease
-        arena = pool.tenant.arena
-        slots: Slots | None = _NO_ROWS
-        if n:
-            slots = arena.alloc(pool.dram, n, WRITING, peer.member.index, req.lease)
-        assert slots is not None, "write_room said that there is room"
-        if n == 1:
-            offsets = arena.offset(pool.dram, int(slots[0])).to_bytes(8, "little")
-        else:
-            offsets = arena.offsets(pool.dram, slots).tobytes()
-        world = self.world
-        lease = Lease(
-            lease_id, peer.group, pool, Kind.WRITE, world.now_s + world.ttl_s(req.ttl_s), slots,
-            _NO_ROWS, offsets, left=n, promise=ahead,
-        )  # fmt: skip
+        lease = self._allocate(peer, pool, req.lease, n, self.world.ttl_s(req.ttl_s))
+        lease.promise = ahead
         pool.promised += ahead
+        pool.tenant.arena.epoch += 1
         if drawn and isinstance(req, Reserve):
             source = peer.group.leases[req.draw]
             source.promise -= drawn
             pool.promised -= drawn
-            self._end_if_done(source)
+            self.end_if_done(source)
+        return lease
+
+    def _allocate(self, peer: Peer, pool: Pool, counter: int, n: int, ttl_s: float) -> Lease:
+        """Take slots that are known to be there, under a new lease."""
+        tenant, owner = pool.tenant, peer.member.index
+        arena = tenant.arena
+        slots: Slots | None = _NO_ROWS
+        if n:
+            slots = arena.alloc(pool.dram, n, WRITING, owner, counter)
+        assert slots is not None, "there was said to be room"
+        if n == 1:
+            offsets = arena.offset(pool.dram, slots.item()).to_bytes(8, "little")
+        else:
+            offsets = arena.offsets(pool.dram, slots).tobytes()
+        tenant.calm_bytes -= n * pool.slot_bytes
+        lease = Lease(
+            owner << 32 | counter, peer.group, pool, Kind.WRITE, self.world.now_s + ttl_s, slots,
+            _NO_ROWS, offsets, left=n,
+        )  # fmt: skip
         self.add_lease(lease)
         return lease
 
     def retry(self, ticket: Ticket) -> Lease | None:
         """Try a reservation that waits once more."""
-        req, n = ticket.request, ticket.asked
-        if isinstance(req, ReserveKeys):
-            rows = self.find(ticket.pool, req.keys)
-            missing = np.flatnonzero(rows == NONE)
-            n = len(missing)
-            lease = self.try_reserve(ticket.peer, ticket.pool, req, n, 0, patient=True)
-            if lease is not None:
-                lease.index = pack_u32(missing)
-            return lease
+        req = ticket.request
         assert isinstance(req, Reserve)
         drawn = self._draw(ticket.peer, ticket.pool, req)
-        return self.try_reserve(ticket.peer, ticket.pool, req, n, drawn, patient=True)
+        return self.try_reserve(ticket.peer, ticket.pool, req, req.blocks, drawn, patient=True)
 
     def refusal(self, pool: Pool, n: int) -> ArenaFull | SpillFull:
         """The error for a reservation that found no room."""
@@ -201,14 +202,12 @@ class Writes:
         lease.group.leases[lease.id] = lease
         lease.group.tenant.leases[lease.id] = lease
 
-    def _granted(self, peer: Peer, request_id: int, lease: Lease) -> Granted:
+    def granted(self, peer: Peer, request_id: int, lease: Lease) -> Granted:
         return Granted(
             request_id, self.world.boot, peer.acked, lease.id,
             max(lease.deadline_s - self.world.now_s, 0.0), lease.offsets, lease.valid,
             lease.checksums, lease.index,
         )  # fmt: skip
-
-    granted = _granted
 
     # ------------------------------------------------------------- leases
 
@@ -231,7 +230,7 @@ class Writes:
         if len(group.ended) > ENDED_MAX:
             del group.ended[next(iter(group.ended))]
 
-    def _end_if_done(self, lease: Lease) -> None:
+    def end_if_done(self, lease: Lease) -> None:
         if not lease.left and not lease.promise:
             self.end(lease, len(lease.slots))
 
@@ -272,8 +271,10 @@ class Writes:
 
     def commit(self, peer: Peer, req: Commit, session: Session) -> Done:
         """Publish slots as pages of a node; a longer copy of a page replaces a shorter one."""
-        pages, valid = unpack_u32(req.pages), unpack_u32(req.valid)
         node = session.nodes.get(req.node)
+        if len(req.pages) == 4 and node is not None and self._commit_one(peer, req, node):
+            return Done(req.id, self.world.boot, peer.acked, 1)
+        pages, valid = unpack_u32(req.pages), unpack_u32(req.valid)
         if node is None:
             raise UnknownBranch(f"session {session.sid:016x} has no node {req.node}")
         if req.retention not in (HELD, CACHED):
@@ -289,8 +290,8 @@ class Writes:
         run = node.runs[part]
         if node.ended:
             raise UnknownBranch(f"node {node.id} was pruned down to what its children share")
-        slots, index = self._take(lease, req.index, pages, valid)
-        checksums = self._checksums(req.checksums, len(pages))
+        slots, index = self.take(lease, req.index, pages, valid)
+        checksums = self.checksums(req.checksums, len(pages))
         if int(pages[0]) < run.start or int(pages[-1]) >= run.start + run.length + PAGE_GAP_MAX:
             raise InvalidArgument(
                 f"pages {pages[0]}..{pages[-1]} are outside what node {node.id} can have "
@@ -301,7 +302,7 @@ class Writes:
         fresh = self._fresh(named, valid)
         kept = req.retention == HELD
         if fresh is None:
-            rows = self._publish(lease, slots, index, pages, valid, checksums, node, kept)
+            rows = self.publish(lease, slots, index, pages, valid, checksums, node, kept)
             run.rows[pages - run.start] = rows
         else:
             stale = slots[~fresh]
@@ -309,7 +310,7 @@ class Writes:
                 pool.tenant.arena.free(pool.dram, stale, WRITING)
                 self.world.counters["duplicate_blocks"] += len(stale)
             if fresh.any():
-                rows = self._publish(
+                rows = self.publish(
                     lease, slots[fresh], index[fresh], pages[fresh], valid[fresh],
                     checksums[fresh], node, kept,
                 )  # fmt: skip
@@ -320,10 +321,79 @@ class Writes:
             lease.left -= int(np.count_nonzero(~fresh))
         self._note_length(node, int(pages[-1]), int(valid[-1]), pool)
         if not lease.left:
-            self._end_if_done(lease)
+            self.end_if_done(lease)
         return Done(req.id, self.world.boot, peer.acked, len(pages))
 
-    def _take(
+    def _commit_one(self, peer: Peer, req: Commit, node: Node) -> bool:
+        """The short path: one block under a new name. False, and nothing done, for all else."""
+        lease = peer.group.leases.get(req.lease)
+        if lease is None or lease.kind is not Kind.WRITE or lease.expired or node.ended:
+            return False
+        pool, world = lease.pool, self.world
+        page, valid = int.from_bytes(req.pages, "little"), int.from_bytes(req.valid, "little")
+        index = int.from_bytes(req.index, "little")
+        if (
+            len(req.index) != 4 or len(req.valid) != 4 or index >= len(lease.slots)
+            or not 0 < valid <= pool.layout.block_tokens or req.retention not in (HELD, CACHED)
+            or len(req.checksums) != (8 if world.limits.end_to_end else 0)
+            or pool not in node.session.pools
+        ):  # fmt: skip
+            return False
+        run = node.runs[node.session.part_of(pool)]
+        slot = lease.slots.item(index)
+        place = page - run.start
+        if slot < 0 or not 0 <= place < run.length + PAGE_GAP_MAX:
+            return False
+        if place < run.length:
+            if run.rows.item(place) != NONE:
+                return False
+        else:
+            run.reach(page + 1)
+        row = world.add_row()
+        run.rows[place] = row
+        kept = req.retention == HELD
+        self._fill_row(row, slot, page, valid, pool, node, kept)
+        if req.checksums:
+            world.table.checksum[row] = int.from_bytes(req.checksums, "little")
+        lease.slots[index] = NONE
+        lease.left -= 1
+        world.actions.append(PublishOne(pool, row, slot, lease.id))
+        self._note_length(node, page, valid, pool)
+        if not lease.left:
+            self.end_if_done(lease)
+        return True
+
+    def _fill_row(
+        self, row: int, slot: int, page: int, valid: int, pool: Pool, node: Node, kept: bool
+    ) -> None:
+        """Set the columns of a session's block that has just become READY in DRAM."""
+        world, table, session = self.world, self.world.table, node.session
+        world.seq = seq = world.seq + 1
+        table.owner0[row] = session.owner0
+        table.owner1[row] = session.owner1
+        table.checksum[row] = 0
+        table.seq[row] = seq
+        table.dram[row] = slot
+        table.nvme[row] = NONE
+        table.pool[row] = pool.number
+        table.node[row] = node.index
+        table.page[row] = page
+        table.valid[row] = valid
+        table.touch[row] = world.touch
+        table.readers[row] = 0
+        table.pins[row] = 0
+        table.flags[row] = F_HELD if kept else 0
+        table.priority[row] = session.priority
+        arena, counts = pool.tenant.arena, pool.dram.counts
+        arena.row_of[slot] = row + 1
+        arena.words[slot] = word(READY, tag=seq)
+        counts[WRITING] -= 1
+        counts[READY] += 1
+        pool.held += kept
+        world.counters["committed_blocks"] += 1
+        world.counters["committed_bytes"] += pool.layout.block_bytes
+
+    def take(
         self, lease: Lease, packed: bytes, pages: NDArray[np.int64], valid: NDArray[np.int64]
     ) -> tuple[Slots, NDArray[np.int64]]:
         """Check what a commit names; returns the slots and their places in the lease."""
@@ -361,7 +431,7 @@ class Writes:
         fresh: NDArray[np.bool_] = (named == NONE) | (table.valid[named] < valid) | lost
         return fresh
 
-    def _publish(
+    def publish(
         self,
         lease: Lease,
         slots: Slots,
@@ -406,7 +476,7 @@ class Writes:
         world.actions.append(Publish(pool, rows, slots, lease.id))
         return rows
 
-    def _checksums(self, packed: bytes, n: int) -> NDArray[np.uint64]:
+    def checksums(self, packed: bytes, n: int) -> NDArray[np.uint64]:
         """The client's checksums: one per block under `end_to_end`, none otherwise."""
         if len(packed) != (8 * n if self.world.limits.end_to_end else 0):
             raise InvalidArgument(
@@ -442,90 +512,3 @@ class Writes:
         raise LeaseExpired(
             f"lease {req.lease:#x} ran out before its commit; nothing of it was published"
         )
-
-    # -------------------------------------------------------------- keyed
-
-    def reserve_keys(self, peer: Peer, req: ReserveKeys) -> Granted | Ticket:
-        """Grant slots for those keys that are not stored; `index` says which."""
-        lease = peer.group.leases.get(peer.member.index << 32 | req.lease)
-        if lease is not None and lease.kind is Kind.WRITE:
-            return self._granted(peer, req.id, lease)
-        pool = self.pool(peer, req.layout)
-        rows = self.find(pool, req.keys)
-        missing = np.flatnonzero(rows == NONE)
-        self._check_reserve(pool, len(missing), 1)
-        self.new_lease_id(peer, req.lease)
-        wait_s = self.world.wait_s(req.wait_s)
-        self.world.ttl_s(req.ttl_s)
-        if not len(missing):
-            return Granted(req.id, self.world.boot, peer.acked, 0, 0.0, b"")
-        lease = self.try_reserve(peer, pool, req, len(missing), 0, patient=wait_s > 0)
-        if lease is not None:
-            lease.index = pack_u32(missing)
-            return self._granted(peer, req.id, lease)
-        if not wait_s:
-            raise self.refusal(pool, len(missing))
-        return Ticket(
-            peer, req, pool, self.world.now_s + wait_s, missing, asked=len(missing)
-        )
-
-    def commit_keys(self, peer: Peer, req: CommitKeys) -> Done:
-        """Publish slots under content keys; a key that is stored already keeps its first block."""
-        pages, valid = unpack_u32(req.pages), unpack_u32(req.valid)
-        keys = split_keys(req.keys)
-        lease = peer.group.leases.get(req.lease)
-        done = Done(req.id, self.world.boot, peer.acked, len(keys))
-        if lease is None or lease.kind is not Kind.WRITE or lease.expired:
-            if lease is None and req.lease in peer.group.ended:
-                return done
-            self.lease(peer, req.lease)
-            raise LeaseExpired(
-                f"lease {req.lease:#x} ran out before its commit; nothing of it was published"
-            )
-        if len(keys) != len(pages):
-            raise InvalidArgument("keys and pages must have the same length")
-        world, pool = self.world, lease.pool
-        slots, index = self._take(lease, req.index, np.arange(len(pages)), valid)
-        checksums = self._checksums(req.checksums, len(pages))
-        rows = self._publish(lease, slots, index, pages, valid, checksums, None, False)
-        table = world.table
-        table.owner0[rows], table.owner1[rows] = keys[:, 0], keys[:, 1]
-        twice = world.keys.insert(rows.astype(np.int32)).astype(np.int64)
-        if len(twice):
-            known = np.isin(rows, twice)
-            self.copies.drop(twice)
-            world.counters["duplicate_blocks"] += len(twice)
-            publish = world.actions.pop()
-            assert isinstance(publish, Publish)
-            if not known.all():
-                world.actions.append(Publish(pool, rows[~known], slots[~known], lease.id))
-        if not lease.left:
-            self._end_if_done(lease)
-        return done
-
-    def index(self, pool: Pool, packed: bytes) -> Rows:
-        """Rows of keys, lost ones included; NONE where there is none. Errors: InvalidArgument."""
-        keys = split_keys(packed)
-        limit = self.world.limits.blocks_per_request
-        if not 0 < len(keys) <= limit:
-            raise InvalidArgument(f"{len(keys)} keys: allowed are 1..{limit}")
-        return self.world.keys.find(keys[:, 0], keys[:, 1], pool.number).astype(np.int64)
-
-    def find(self, pool: Pool, packed: bytes) -> Rows:
-        """Rows of keys, NONE where there is no readable block. Errors: InvalidArgument."""
-        rows = self.index(pool, packed)
-        lost = (rows != NONE) & ((self.world.table.flags[rows] & F_LOST) != 0)
-        rows[lost] = NONE
-        return rows
-
-    def forget_group(self, group: Group) -> None:
-        """All processes of a group are dead: whatever it was writing to is free."""
-        for lease in [lease for lease in group.leases.values() if lease.kind is Kind.WRITE]:
-            self.free_write_lease(lease)
-
-
-def split_keys(packed: bytes) -> NDArray[np.uint64]:
-    """Packed keys as an [n, 2] array. Errors: InvalidArgument when the length does not fit."""
-    if len(packed) % 16:
-        raise InvalidArgument(f"keys are 16 bytes each; {len(packed)} bytes are no whole number")
-    return np.frombuffer(packed, "<u8").reshape(-1, 2)

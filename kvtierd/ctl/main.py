@@ -1,14 +1,17 @@
 """The commands of kvtierctl."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, Final
 
 import click
+import msgspec
 
-from kvtierd.config import Config
+from kvtier_client.errors import DataError, ProtocolError
+from kvtierd.config import Config, Section
 from kvtierd.config import load as load_config
 from kvtierd.ctl.errors import reported
 
@@ -17,6 +20,16 @@ TIMEOUT_S: Final = 10.0
 UNHEALTHY_EXIT_CODE: Final = 1
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def plain(value: Any) -> Any:
+    """A configuration as JSON has it; what lasts for ever is "never", as in the file."""
+    if isinstance(value, Section):
+        names = {field.name: field.encode_name for field in msgspec.structs.fields(value)}
+        return {key: plain(getattr(value, name)) for name, key in names.items()}
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    return "never" if value == math.inf else value
 
 
 def _print_json(document: Any) -> None:
@@ -71,8 +84,15 @@ def main(
 def _show(as_json: bool, report: dict[str, Any], view: Callable[[dict[str, Any]], None]) -> None:
     if as_json:
         _print_json(report)
-    else:
-        view(report)
+        return
+    with reported(as_json):
+        try:
+            view(report)
+        except KeyError as missing:
+            raise ProtocolError(
+                f"cannot show the report: it has no {missing}; "
+                "use the kvtierctl of the daemon's version, or --json"
+            ) from missing
 
 
 @main.command()
@@ -88,7 +108,7 @@ def status(asker: Asker, as_json: bool) -> None:
     with reported(as_json):
         stats = asker.ask("stats")
     _show(as_json, stats, show_status)
-    if not stats["health"]["ok"]:
+    if not stats.get("health", {}).get("ok"):
         sys.exit(UNHEALTHY_EXIT_CODE)
 
 
@@ -100,8 +120,8 @@ def tiers(asker: Asker, as_json: bool) -> None:
     from kvtierd.ctl import views
 
     with reported(as_json):
-        report = views.tiers(asker.ask("stats"))
-    _show(as_json, report, views.show_tiers)
+        stats = asker.ask("stats")
+    _show(as_json, views.tiers(stats), views.show_tiers)
 
 
 @main.command()
@@ -159,7 +179,6 @@ def check(config_file: str | None, state_dir: str | None, quick: bool, as_json: 
     files; compares headers with the catalog and recounts the space. Exits with 40 when something
     is damaged, with 20 when the files are in use.
     """
-    from kvtier_client.errors import DataError
     from kvtierd.ctl.check import check_files, to_builtins
     from kvtierd.ctl.views import show_check
 
@@ -189,9 +208,7 @@ def config_check(file: str, as_json: bool) -> None:
     with reported(as_json):
         config = load_config(file)
     if as_json:
-        import msgspec
-
-        _print_json({"ok": True, "file": file, "config": msgspec.to_builtins(config)})
+        _print_json({"ok": True, "file": file, "config": plain(config)})
         return
     names = ", ".join(tenant.name for tenant in config.tenants)
     click.echo(f"{file}: ok")

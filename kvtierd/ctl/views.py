@@ -42,11 +42,11 @@ def show_status(stats: Report) -> None:
 
 def tiers(stats: Report) -> dict[str, Any]:
     """The part of the stats that `tiers` shows."""
-    tenants = stats["tenants"]
+    tenants = stats.get("tenants", {})
     return {
-        "dram": {name: tenant["dram"] for name, tenant in tenants.items()},
-        "nvme": {name: tenant["nvme"] for name, tenant in tenants.items()},
-        "spill": stats["nvme"],
+        "dram": {name: tenant.get("dram", {}) for name, tenant in tenants.items()},
+        "nvme": {name: tenant.get("nvme", {}) for name, tenant in tenants.items()},
+        "spill": stats.get("nvme", {}),
     }
 
 

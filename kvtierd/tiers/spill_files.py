@@ -259,7 +259,6 @@ class SpillFiles:
                 file.headers.set_generation(generation)
                 file.headers.sync()
                 os.fsync(file.directory.fd)
-                file.created = False
         except (OSError, StartError) as error:
             for step in reversed(undo):
                 step()
@@ -270,6 +269,8 @@ class SpillFiles:
                 error.strerror or str(error),
                 "make room, lower spill.capacity_bytes or set spill.preallocate = false",
             ) from error
+        for file in self.files:
+            file.created = False
 
     def warn(self, message: str) -> None:
         """Note what an operator should know."""

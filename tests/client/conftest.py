@@ -40,5 +40,7 @@ def shells(request: pytest.FixtureRequest) -> Iterator[Shells]:
 
 
 @pytest.fixture
-def client(shells: Shells, daemon: ScriptedDaemon) -> Any:
-    return shells.open(daemon.path)
+def client(shells: Shells, daemon: ScriptedDaemon) -> Iterator[Any]:
+    opened = shells.open(daemon.path)
+    yield opened
+    opened.close()

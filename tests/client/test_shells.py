@@ -2,6 +2,7 @@
 
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -420,7 +421,9 @@ def test_a_forked_child_is_told_to_open_its_own_client(
     with Client(daemon.path) as client:
         session = client.open_session([layout])
         inherited, told = os.pipe()
-        child = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads run; the child only asks
+            child = os.fork()
         if child == 0:
             try:
                 session.nodes()

@@ -1,0 +1,407 @@
+"""kvtierctl shows what the daemon reports, and says in its exit code what stood in the way."""
+
+import json
+import os
+import pty
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from kvtier_client import wire
+from kvtier_client.errors import BY_CODE, KvtierError, UnknownSession
+from kvtierd import metrics
+from kvtierd.ctl.main import SOCKET_VARIABLE, main
+
+WAIT_S = 20.0
+
+TENANT = {
+    "dram": {
+        "total_bytes": 4 << 30, "used_bytes": 3 << 29, "free_bytes": 5 << 29, "writing_bytes": 4096,
+        "quarantined_bytes": 8192, "blocks": 1536, "high_watermark": 0.9, "low_watermark": 0.8,
+    },
+    "nvme": {"quota_bytes": 8 << 30, "used_bytes": 1 << 30, "blocks": 1024},
+    "sessions": 12, "orphans": 2, "keyed_blocks": 5, "held_blocks": 1500, "clients": 3,
+    "leases": 4, "promised_blocks": 6, "waiting": 7,
+}  # fmt: skip
+STATS: dict[str, Any] = {
+    "daemon": {
+        "version": "1.2.3", "boot": 77, "instance": "ab" * 16, "generation": 4, "uptime_s": 11520.5,
+        "pid": 4242, "integrity": "spill", "durability": "process",
+    },
+    "health": {"ok": True, "reasons": []},
+    "tenants": {"default": TENANT, "research": TENANT},
+    "nvme": {
+        "total_bytes": 16 << 30, "used_bytes": 2 << 30, "free_bytes": 14 << 30,
+        "paths": [
+            {"path": "/nvme/a", "direct_io": True, "total_bytes": 8 << 30, "used_bytes": 1 << 30},
+            {"path": "/nvme/b", "direct_io": False, "total_bytes": 8 << 30, "used_bytes": 1 << 30},
+        ],
+    },
+    "counters": {"spilled_bytes": 1 << 40, "restored_blocks": 9, "mover_queued": 3},
+}  # fmt: skip
+SESSIONS: dict[str, Any] = {
+    "sessions": [
+        {
+            "session": "00000000000000ff", "name": "proof", "tenant": "default", "priority": 3,
+            "nodes": 2, "blocks": 40, "tokens": 640, "dram_bytes": 1 << 20, "nvme_bytes": 3 << 20,
+            "lost_blocks": 1, "state": "orphan", "idle_s": 3700.0,
+        },
+        {
+            "session": "00000000000000aa", "name": "", "tenant": "research", "priority": 0,
+            "nodes": 1, "blocks": 0, "tokens": 0, "dram_bytes": 0, "nvme_bytes": 0,
+            "lost_blocks": 0, "state": "open", "idle_s": 0.0,
+        },
+    ]
+}  # fmt: skip
+
+
+def node(number: int, parent: int, fork_tokens: int) -> dict[str, Any]:
+    return {
+        "node": number, "parent": parent, "fork_tokens": fork_tokens, "ended": number == 0,
+        "retention": 2 if number == 7 else 1, "pages": 3, "tokens": 44, "dram_blocks": 2,
+        "nvme_blocks": 1, "lost_blocks": 0,
+    }  # fmt: skip
+
+
+TREE: dict[str, Any] = {
+    "session": "00000000000000ff",
+    "name": "proof",
+    "nodes": [node(7, 5, 96), node(0, wire.NO_NODE, 0), node(3, 0, 64), node(5, 0, 32)],
+}
+REPORTS: dict[type[wire.Request], dict[str, Any]] = {
+    wire.Stats: STATS,
+    wire.Sessions: SESSIONS,
+    wire.Tree: TREE,
+}
+
+
+class Daemon:
+    """The admin socket of a daemon that says what the test wants."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.asked: list[wire.Request] = []
+        self.reports = dict(REPORTS)
+        self.failure: type[KvtierError] | None = None
+        self.silent = False
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self._peers: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            peer, _ = self._listener.accept()
+            with peer:
+                try:
+                    self._answer_all(peer)
+                except _StopError:
+                    return
+
+    def _answer_all(self, peer: socket.socket) -> None:
+        stream = peer.makefile("rb")
+        decoder = msgspec.msgpack.Decoder(wire.AdminRequest)
+        while header := stream.read(4):
+            length = int.from_bytes(header, "little")
+            if not length:
+                raise _StopError
+            request = decoder.decode(stream.read(length))
+            self.asked.append(request)
+            if not self.silent:
+                peer.sendall(wire.frame(self._answer(request), msgspec.msgpack.Encoder()))
+
+    def _answer(self, request: wire.Request) -> wire.Reply:
+        if self.failure is not None:
+            return wire.Error(request.id, 77, 0, self.failure.code, "what stood\nin the way")
+        return wire.Report(request.id, 77, 0, self.reports[type(request)])
+
+    def stop(self) -> None:
+        with socket.socket(socket.AF_UNIX) as last:
+            last.connect(self.path)
+            last.sendall(bytes(4))
+        self._thread.join(WAIT_S)
+        self._listener.close()
+        assert not self._thread.is_alive()
+
+
+class _StopError(Exception):
+    pass
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    running = Daemon(tmp_path / "admin.sock")
+    yield running
+    running.stop()
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> Result:
+    result = CliRunner().invoke(main, arguments, env=env)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def ask(daemon: Daemon, *arguments: str) -> Result:
+    return run("--socket", daemon.path, *arguments)
+
+
+# ------------------------------------------------------------------ reports
+
+
+@pytest.mark.parametrize(
+    ("arguments", "report"),
+    [
+        (["status"], STATS),
+        (
+            ["tiers"],
+            {
+                "dram": dict.fromkeys(STATS["tenants"], TENANT["dram"]),
+                "nvme": dict.fromkeys(STATS["tenants"], TENANT["nvme"]),
+                "spill": STATS["nvme"],
+            },
+        ),
+        (["sessions"], SESSIONS),
+        (["tree", "proof"], TREE),
+    ],
+)
+def test_json_is_the_report_itself(
+    daemon: Daemon, arguments: list[str], report: dict[str, Any]
+) -> None:
+    result = ask(daemon, *arguments, "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, report)
+
+
+def test_status_is_one_line_of_the_daemon_and_one_per_tenant(daemon: Daemon) -> None:
+    lines = ask(daemon, "status").stdout.splitlines()
+    assert lines[0].startswith("kvtierd 1.2.3: healthy, up 3h 12m, pid 4242, start 4")
+    assert re.search(r"^research\s+1\.5 GiB\s+4\.0 GiB\s+1\.0 GiB\s+8\.0 GiB\s+12\s+2", lines[3])
+
+
+def test_status_of_an_unwell_daemon_says_why_and_fails(daemon: Daemon) -> None:
+    daemon.reports[wire.Stats] = STATS | {
+        "health": {"ok": False, "reasons": ["spill: /nvme/a: EIO"]}
+    }
+    result = ask(daemon, "status")
+    assert result.exit_code == 1
+    assert "UNHEALTHY" in result.stdout and "! spill: /nvme/a: EIO" in result.stdout
+
+
+def test_tiers_shows_every_directory_and_the_sum(daemon: Daemon) -> None:
+    text = ask(daemon, "tiers").stdout
+    assert re.search(r"/nvme/b +8\.0 GiB +1\.0 GiB +7\.0 GiB +no", text)
+    assert re.search(r"all +16\.0 GiB +2\.0 GiB +14\.0 GiB", text)
+    assert "80% to 90%" in text
+
+
+def test_sessions_are_those_of_the_tenant_asked_for_the_longest_idle_last(daemon: Daemon) -> None:
+    lines = ask(daemon, "sessions", "--tenant", "research").stdout.splitlines()
+    [request] = daemon.asked
+    assert isinstance(request, wire.Sessions) and request.tenant == "research"
+    assert [line.split()[0] for line in lines[1:]] == ["00000000000000aa", "00000000000000ff"]
+    assert lines[2].endswith("1h 1m")
+
+
+def test_a_tree_shows_every_node_below_its_parent(daemon: Daemon) -> None:
+    lines = ask(daemon, "tree", "proof").stdout.splitlines()
+    assert lines[0] == "session 00000000000000ff (proof)"
+    assert [line.split("  ")[0] or line[:5].rstrip() for line in lines[2:]] == [
+        "0", "  5", "    7"[:5], "  3",
+    ]  # fmt: skip
+    assert "cached" in lines[4]
+
+
+def test_a_tree_whose_root_is_missing_is_shown_all_the_same(daemon: Daemon) -> None:
+    daemon.reports[wire.Tree] = TREE | {"nodes": [node(7, 5, 96), node(3, 0, 64)]}
+    assert len(ask(daemon, "tree", "proof").stdout.splitlines()) == 4
+
+
+def test_a_terminal_gets_the_same_numbers(daemon: Daemon) -> None:
+    reader, writer = pty.openpty()
+    try:
+        subprocess.run(
+            [sys.executable, "-m", "kvtierd.ctl.main", "--socket", daemon.path, "tiers"],
+            stdout=writer, check=True, timeout=WAIT_S, env=os.environ | {"TERM": "xterm"},
+        )  # fmt: skip
+        text = os.read(reader, 65536).decode()
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert "─" in text, "drawn by rich"
+    assert re.search(r"all\s+16\.0 GiB\s+2\.0 GiB\s+14\.0 GiB", text)
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def test_every_number_of_the_report_is_a_metric(daemon: Daemon) -> None:
+    result = ask(daemon, "metrics")
+    assert result.exit_code == 0
+    for table in (metrics.DAEMON, metrics.TENANT, metrics.SPILL_PATH):
+        for _, name, text in table:
+            assert f"# HELP {name} {text}\n" in result.stdout
+    assert 'kvtierd_dram_used_bytes{tenant="research"} 1.610612736e+09\n' in result.stdout
+    assert 'kvtierd_nvme_path_direct_io{path="/nvme/b"} 0.0\n' in result.stdout
+    assert "# TYPE kvtierd_spilled_bytes_total counter\n" in result.stdout
+    assert "kvtierd_spilled_bytes_total 1.099511627776e+12\n" in result.stdout
+    assert "# TYPE kvtierd_mover_queued gauge\n" in result.stdout
+    paths = {path for path, _, _ in metrics.TENANT}
+    told = {f"{tier}.{key}" for tier in ("dram", "nvme") for key in TENANT[tier]}  # type: ignore[attr-defined]
+    assert paths == told | {key for key in TENANT if key not in ("dram", "nvme")}
+
+
+def test_metric_names_are_unique_and_say_their_unit(daemon: Daemon) -> None:
+    tables = (*metrics.DAEMON, *metrics.TENANT, *metrics.SPILL_PATH)
+    names = [name for _, name, _ in tables]
+    assert len(set(names)) == len(names)
+    for path, name, _ in tables:
+        assert name.startswith("kvtierd_")
+        assert path.endswith("_bytes") == name.endswith("_bytes")
+        assert path.endswith("_s") == name.endswith("_seconds")
+
+
+def test_metrics_as_json_are_the_same_samples(daemon: Daemon) -> None:
+    samples = json.loads(ask(daemon, "metrics", "--json").stdout)
+    assert {"name": "kvtierd_healthy", "labels": {}, "value": 1.0} in samples
+    text = ask(daemon, "metrics").stdout
+    assert len(samples) == len([line for line in text.splitlines() if line[0] != "#"])
+
+
+def test_what_a_report_lacks_is_left_out() -> None:
+    text = metrics.render({"daemon": {"version": "1"}, "tenants": {"t": {"sessions": 3}}}).decode()
+    assert 'kvtierd_sessions{tenant="t"} 3.0' in text
+    assert "kvtierd_leases" not in text and "kvtierd_healthy" not in text
+
+
+# ------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("failure", BY_CODE.values(), ids=lambda failure: failure.__name__)
+def test_the_daemons_error_is_one_line_and_its_exit_code(
+    daemon: Daemon, failure: type[KvtierError]
+) -> None:
+    daemon.failure = failure
+    result = ask(daemon, "tree", "nobody")
+    assert result.exit_code == failure.exit_code
+    assert result.stderr == f"kvtierctl: {failure.__name__}: what stood in the way\n"
+    assert result.stdout == ""
+
+
+def test_an_error_can_be_had_as_json(daemon: Daemon) -> None:
+    daemon.failure = UnknownSession
+    result = ask(daemon, "tree", "nobody", "--json")
+    assert json.loads(result.stderr) == {
+        "error": "UnknownSession", "exit_code": 21, "message": "what stood in the way",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["status", "tiers", "sessions", "tree"])
+def test_a_report_of_another_version_is_a_protocol_error(daemon: Daemon, command: str) -> None:
+    daemon.reports = {
+        wire.Stats: {"tenants": {}}, wire.Sessions: {}, wire.Tree: {"nodes": [], "name": ""},
+    }  # fmt: skip
+    result = ask(daemon, command, *(["s"] if command == "tree" else []))
+    assert result.exit_code == 13
+    assert "use the kvtierctl of the daemon's version" in result.stderr
+
+
+def test_no_daemon_is_connection_lost(tmp_path: Path) -> None:
+    result = run("--socket", str(tmp_path / "none.sock"), "status")
+    assert result.exit_code == 11
+    assert "none.sock" in result.stderr and "is kvtierd running?" in result.stderr
+
+
+def test_a_daemon_that_says_nothing_is_a_timeout(daemon: Daemon) -> None:
+    daemon.silent = True
+    result = run("--socket", daemon.path, "--timeout", "0.05", "status")
+    assert result.exit_code == 12
+    assert "within 0.05 s" in result.stderr
+
+
+def test_usage_errors_are_told_from_all_others() -> None:
+    assert run("tree").exit_code == 2
+    assert run("check").exit_code == 2
+    assert 2 not in {error.exit_code for error in BY_CODE.values()}
+
+
+# ------------------------------------------------------------ configuration
+
+
+def config_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "kvtierd.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_socket_is_the_configurations_unless_it_is_named(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    config = config_file(tmp_path, f'runtime_dir = "{tmp_path}"\n')
+    assert run("--config", config, "status").exit_code == 0
+    assert run("status", env={SOCKET_VARIABLE: daemon.path}).exit_code == 0
+    assert len(daemon.asked) == 2
+
+
+def test_a_sound_configuration_is_shown_as_the_daemon_reads_it(tmp_path: Path) -> None:
+    config = config_file(tmp_path, 'state_dir = "/srv/kv"\n[recovery]\norphan_ttl = "never"\n')
+    result = run("config", "check", config)
+    assert result.exit_code == 0
+    assert "/srv/kv/spill" in result.stdout
+    document = json.loads(run("config", "check", config, "--json").stdout)
+    assert document["ok"] and document["config"]["spill"]["paths"] == ["/srv/kv/spill"]
+    assert document["config"]["recovery"]["orphan_ttl"] == "never"
+    assert document["config"]["limits"]["lease_ttl"] == 30
+
+
+@pytest.mark.parametrize("command", [["config", "check"], ["check", "--config"]])
+def test_a_wrong_configuration_is_refused_by_the_keys_name(
+    tmp_path: Path, command: list[str]
+) -> None:
+    config = config_file(tmp_path, "[arena]\nhigh_watermrk = 0.9\n")
+    result = run(*command, config)
+    assert result.exit_code == 78
+    assert "arena.high_watermrk" in result.stderr and result.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------ start-up
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["status"], ["sessions", "--json"]])
+def test_heavy_modules_are_left_out_of_the_start(daemon: Daemon, arguments: list[str]) -> None:
+    code = (
+        "import sys, atexit\n"
+        "heavy = {'numpy', 'rich', 'prometheus_client', 'asyncio', 'uvloop', 'torch', 'sqlite3'}\n"
+        "atexit.register(lambda: print(heavy & set(sys.modules), file=sys.stderr))\n"
+        "from kvtierd.ctl.main import main\n"
+        "main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=WAIT_S,
+        env=os.environ | {SOCKET_VARIABLE: daemon.path}, check=True,
+    )  # fmt: skip
+    assert result.stderr == "set()\n"
+    assert result.stdout
+
+
+# ---------------------------------------------------------------- the manual
+
+
+def test_the_manual_lists_every_exit_code_with_what_it_means() -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "OPERATIONS.md").read_text()
+    told = re.findall(r"^\| (\d+) \| `?([^`|]+?)`? \| ([^|]+?) \|", text, re.MULTILINE)
+    listed = {int(code): (name, meaning) for code, name, meaning in told}
+    for error in BY_CODE.values():
+        assert error.__doc__ is not None
+        meaning = " ".join(error.__doc__.split())
+        assert listed.pop(error.exit_code) == (error.__name__, meaning)
+    assert set(listed) == {0, 2, 78}
