@@ -1,6 +1,7 @@
 """`kvtierd`: reads the configuration, starts the daemon and runs it until it is told to stop."""
 
 import asyncio
+import gc
 import logging
 import shutil
 import sys
@@ -16,6 +17,8 @@ from kvtierd.start import start
 from kvtierd.tiers.errors import StartError
 
 EXIT_START = 1
+GC_THRESHOLDS = (20_000, 20, 50)
+"""Requests make short-lived objects that reference counting frees; look for cycles seldom."""
 
 
 def _run(config: Config, path: str | None, *, discard_dram: bool, ephemeral: bool) -> int:
@@ -29,6 +32,8 @@ def _run(config: Config, path: str | None, *, discard_dram: bool, ephemeral: boo
     except StartError as error:
         print(f"kvtierd: {error}", file=sys.stderr)
         return EXIT_START
+    gc.freeze()  # what the start has made stays; collections need not look at it
+    gc.set_threshold(*GC_THRESHOLDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(Daemon(config, parts, path, keep_memory=not ephemeral).serve())
     return 0

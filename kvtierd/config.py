@@ -199,6 +199,35 @@ def difference(old: Config, new: Config) -> list[str]:
     return [key for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
+def with_live_parts(running: Config, new: Config) -> Config:
+    """The running configuration with what may change without a restart taken from a new one.
+
+    Live are: log_level, limits, stop, recovery.orphan_ttl, the arena's watermarks and headroom,
+    and each tenant's uids and spill_bytes. Errors: `ConfigError` when the mixture is not valid.
+    """
+    replace = msgspec.structs.replace
+    named = {tenant.name: tenant for tenant in new.tenants}
+    return replace(
+        running,
+        log_level=new.log_level,
+        limits=new.limits,
+        stop=new.stop,
+        recovery=replace(running.recovery, orphan_ttl_s=new.recovery.orphan_ttl_s),
+        arena=replace(
+            running.arena,
+            exchange_headroom=new.arena.exchange_headroom,
+            high_watermark=new.arena.high_watermark,
+            low_watermark=new.arena.low_watermark,
+        ),
+        tenants=tuple(
+            replace(old, uids=named[old.name].uids, spill_bytes=named[old.name].spill_bytes)
+            if old.name in named
+            else old
+            for old in running.tenants
+        ),
+    )
+
+
 def _convert(kind: type[Any], value: object) -> object:
     return kind.parse(value)
 

@@ -27,8 +27,9 @@ from kvtierd.core.leases import Member, Peer
 from kvtierd.core.tenant import Tenant
 from kvtierd.mover import Mover
 from kvtierd.oplog import op_of
+from kvtierd.restore import process_start_time
 from kvtierd.server import Connection, Credentials, Listener, ProcessWatch, open_pidfd
-from kvtierd.start import Parts, core_limits
+from kvtierd.start import Parts, core_limits, tenants_of_uids
 from kvtierd.tiers.holder import KeeperError
 from kvtierd.tiers.records import ClientRecord, SlabEntry
 
@@ -54,6 +55,7 @@ class Daemon:
         self._catalog = CatalogWriter(parts.catalog)
         self._unsaved: list[Op] = []
         self._events: collections.deque[dict[str, object]] = collections.deque(maxlen=EVENTS_MAX)
+        self._faults = 0
         self._stopping = False
         self._began_s = time.time()
         self._stop = asyncio.Event()
@@ -83,8 +85,8 @@ class Daemon:
         self._do |= self.mover.handlers
         self._catalog.start()
         self.state.tick(loop.time())
-        for tenant, member in self.parts.watched:
-            self._watch_recovered(tenant, member)
+        for member in self.parts.watched:
+            self._watch_recovered(member)
         self.perform()
         forgotten = self.parts.outcome.forgotten
         self._save([ForgetSession(tenant.name, hashed) for tenant, hashed in forgotten], None)
@@ -116,6 +118,7 @@ class Daemon:
                 self.state.tick(now_s)
             except Exception:
                 log.exception("a tick failed")
+                self._faults += 1
             self.perform()
             for listener in self._listeners:
                 listener.close_partial(now_s)
@@ -204,22 +207,28 @@ class Daemon:
         systemd.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             new = configuration.load(self.path)
-            changed = configuration.difference(self.config, new)
-            live = [key for key in changed if key.startswith(LIVE_KEYS)]
-            quotas = {tenant.name: tenant.spill_bytes for tenant in new.tenants}
-            for tenant in self.state.world.tenants.values():
-                tenant.nvme_quota_bytes = quotas.get(tenant.name, tenant.nvme_quota_bytes)
-            self.state.world.limits = core_limits(new)
-            self.limits = new.limits
-            logging.getLogger().setLevel(new.log_level.upper())
-            self.config = new
+            config = configuration.with_live_parts(self.config, new)
+            self._apply(config)
+            changed = configuration.difference(self.config, config)
+            restart = configuration.difference(config, new)
+            self.config = config
         finally:
             systemd.notify("READY=1\nSTATUS=serving")
-        restart = [key for key in changed if key not in live]
         for key in restart:
             log.warning("reload: %s takes effect at the next start", key)
-        log.info("reload: %s", ", ".join(live) or "nothing changed")
-        return {"changed": live, "needs_restart": restart}
+        log.info("reload: %s", ", ".join(changed) or "nothing changed")
+        return {"changed": changed, "needs_restart": restart}
+
+    def _apply(self, config: Config) -> None:
+        """Bring the live parts of a configuration to where they are used."""
+        for part in config.tenants:
+            tenant = self.state.world.tenants[part.name]
+            tenant.nvme_quota_bytes = int(part.spill_bytes)
+            tenant.headroom = config.arena.exchange_headroom
+        self.parts.tenant_of_uid = tenants_of_uids(config, self.state.world)
+        self.state.world.limits = core_limits(config)
+        self.limits = config.limits
+        logging.getLogger().setLevel(config.log_level.upper())
 
     # ------------------------------------------------------------ requests
 
@@ -233,10 +242,15 @@ class Daemon:
         if tenant is None:
             raise NotOwner(f"uid {who.uid} belongs to no tenant (tenants.uids)")
         arena = self.parts.arenas[tenant.name]
-        peer, lost = self.state.hello(
-            conn, tenant, who.uid, who.pid, who.start_time, hello, self._loop.time()
-        )
-        self._watch_member(tenant, peer.member, open_pidfd(sock, who.pid))
+        pidfd = open_pidfd(sock, who.pid)
+        try:
+            peer, lost = self.state.hello(
+                conn, tenant, who.uid, who.pid, who.start_time, hello, self._loop.time()
+            )
+        except BaseException:
+            os.close(pidfd)
+            raise
+        self._watch_member(peer.member, pidfd)
         self.perform()
         limits = self.limits
         welcome = wire.Welcome(
@@ -265,6 +279,7 @@ class Daemon:
             reply = self.state.handle(conn.peer, req, self._loop.time())
         except Exception:
             log.exception("request %s failed", type(req).__name__)
+            self._faults += 1
             reply = self.state.error(
                 conn.peer, req.id, Internal("a fault in the daemon; its log has the trace")
             )
@@ -324,11 +339,15 @@ class Daemon:
         ops: list[Op] = []
         while self.state.world.actions:
             for action in self.state.take_actions():
-                do = self._do.get(type(action))
-                if do is not None:
-                    do(action)
-                else:
-                    ops.append(op_of(action))
+                try:
+                    do = self._do.get(type(action))
+                    if do is not None:
+                        do(action)
+                    else:
+                        ops.append(op_of(action))
+                except Exception:  # those behind it must not be lost with it
+                    log.exception("action %s failed", type(action).__name__)
+                    self._faults += 1
         return ops
 
     def _save(
@@ -361,9 +380,12 @@ class Daemon:
 
     @staticmethod
     def _send(action: act.Send) -> None:
-        conn = action.peer.conn
+        conn, message = action.peer.conn, action.message
         assert isinstance(conn, Connection)
-        conn.send(action.message)
+        if isinstance(message, wire.Push):
+            conn.push(message)
+        else:
+            conn.send(message)
 
     def _assign_slab(self, action: act.AssignSlab) -> None:
         pool, slab = action.pool, action.slab
@@ -418,18 +440,19 @@ class Daemon:
 
     # ----------------------------------------------------------- processes
 
-    def _watch_member(self, tenant: Tenant, member: Member, pidfd: int) -> None:
+    def _watch_member(self, member: Member, pidfd: int) -> None:
         def ended() -> None:
             self.state.process_died(member, self._loop.time())
             self.perform()
 
         self._watch.add(member, pidfd, ended)
 
-    def _watch_recovered(self, tenant: Tenant, member: Member) -> None:
+    def _watch_recovered(self, member: Member) -> None:
         """Watch a client of an earlier life, that may still write to its slots."""
-        try:
-            self._watch_member(tenant, member, os.pidfd_open(member.pid))
-        except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):
+            self._watch_member(member, os.pidfd_open(member.pid))
+        if process_start_time(member.pid) != member.start_time:  # ended since the headers were read
+            self._watch.drop(member)
             self.state.process_died(member, self._loop.time())
 
     # --------------------------------------------------------------- admin
@@ -476,6 +499,8 @@ class Daemon:
     def _health(self) -> list[str]:
         """Why the daemon is not well; empty when it is."""
         reasons = []
+        if self._faults:
+            reasons.append(f"{self._faults} faults inside the daemon; its log has the traces")
         if not self._catalog.alive:
             reasons.append("the catalog's thread has ended")
         if self._unsaved:
@@ -486,9 +511,3 @@ class Daemon:
                 reasons.append(f"tenant {tenant.name}: writing to NVMe fails")
         return reasons
 
-
-LIVE_KEYS: Final = (
-    "log_level", "limits.", "arena.high_watermark", "arena.low_watermark",
-    "arena.exchange_headroom", "recovery.orphan_ttl", "stop.", "tenants.",
-)  # fmt: skip
-"""Keys that a reload changes at once."""

@@ -23,13 +23,7 @@ from kvtierd.core.tenant import Pool
 from kvtierd.core.world import World
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.bodies import (
-    BLOCK_KEYED,
-    BLOCK_SESSION,
-    CHECKSUM_NONE,
-    CHECKSUM_XXH3,
-    BodyFields,
-    compose,
-    compose_one,
+    BLOCK_KEYED, BLOCK_SESSION, CHECKSUM_NONE, CHECKSUM_XXH3, BodyFields, BodyTemplate, compose,
 )  # fmt: skip
 from kvtierd.tiers.pool import Priority
 from kvtierd.tiers.spill_io import (
@@ -87,26 +81,20 @@ def body_fields(
     )
 
 
-def _one_body(world: World, pool: Pool, row: int, slot: int, lease: int) -> bytes:
-    """The sealed body of one block in DRAM: the short path of a single commit."""
-    table, nodes = world.table, world.node_table
-    index = table.node.item(row)
-    checksum = table.checksum.item(row)
-    keyed = index == NONE
-    return compose_one(
+def body_template(generation: int, action: PublishOne) -> BodyTemplate:
+    """What the DRAM bodies of one node's blocks have in common."""
+    pool, node = action.pool, action.node
+    session, parent = node.session, node.parent
+    return BodyTemplate(
         BodyFields(
-            kind=1, slot=slot, owner0=table.owner0.item(row), owner1=table.owner1.item(row),
-            node=NO_NODE if keyed else nodes.node.item(index), page=table.page.item(row),
-            valid_tokens=table.valid.item(row), length_bytes=pool.layout.block_bytes,
-            payload_sum=checksum, seq=table.seq.item(row), layout0=pool.layout0,
-            layout1=pool.layout1, lease=lease,
-            parent=NO_NODE if keyed else nodes.parent.item(index),
-            fork_tokens=0 if keyed else nodes.fork_tokens.item(index),
-            tenant=pool.tenant.number, block_kind=BLOCK_KEYED if keyed else BLOCK_SESSION,
-            retention=HELD if table.flags.item(row) & F_HELD else CACHED,
-            checksum_kind=CHECKSUM_XXH3 if checksum else CHECKSUM_NONE,
-            priority=table.priority.item(row), created_s=int(time.time()),
-            generation=world.generation,
+            kind=int(Kind.ARENA), slot=0, owner0=session.owner0, owner1=session.owner1,
+            node=node.id, page=0, valid_tokens=0, length_bytes=pool.layout.block_bytes,
+            payload_sum=action.checksum, seq=0, layout0=pool.layout0, layout1=pool.layout1,
+            lease=0, parent=NO_NODE if parent is None else parent.id,
+            fork_tokens=node.fork_tokens, tenant=pool.tenant.number, block_kind=BLOCK_SESSION,
+            retention=HELD if action.kept else CACHED,
+            checksum_kind=CHECKSUM_XXH3 if action.checksum else CHECKSUM_NONE,
+            priority=session.priority, created_s=int(time.time()), generation=generation,
         )
     )  # fmt: skip
 
@@ -128,6 +116,8 @@ class Mover:
             priority: deque() for priority in Priority
         }
         self._running: dict[int, Demote | Promote | Clear] = {}
+        self._templates: dict[tuple[int, int, bool, int], BodyTemplate] = {}  # of this second
+        self._second = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._do: dict[type, Callable[[Any], None]] = {
@@ -155,9 +145,18 @@ class Mover:
 
     def publish_one(self, action: PublishOne) -> None:
         """The same for one block."""
-        pool, slot = action.pool, action.slot
-        body = _one_body(self._state.world, pool, action.row, slot, action.lease)
-        self._arenas[pool.tenant.name].headers.write_body(slot, body)
+        pool = action.pool
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second = second
+            self._templates.clear()
+        what = (action.node.index, pool.number, action.kept, action.checksum)
+        template = self._templates.get(what)
+        if template is None:
+            template = body_template(self._state.world.generation, action)
+            self._templates[what] = template
+        body = template.seal(action.slot, action.page, action.valid, action.seq, action.lease)
+        self._arenas[pool.tenant.name].headers.write_body(action.slot, body)
 
     # ---------------------------------------------------------------- NVMe
 

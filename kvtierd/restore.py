@@ -51,7 +51,7 @@ class Restore:
         self._nvme: list[Found] = []
         self._nvme_bad: list[Slots] = []
 
-    def run(self, snapshot: CatalogSnapshot) -> tuple[Outcome, list[tuple[Tenant, Member]]]:
+    def run(self, snapshot: CatalogSnapshot) -> tuple[Outcome, list[Member]]:
         """Rebuild everything; returns what was found and which processes must be watched."""
         world = self.state.world
         for record in snapshot.layouts:
@@ -63,10 +63,9 @@ class Restore:
             if name in world.tenants:
                 self.recovery.session(world.tenants[name], session)
         self._scan_nvme()
-        watched = []
+        watched: list[Member] = []
         for tenant in world.tenants.values():
-            members = self._tenant(tenant)
-            watched += [(tenant, member) for member in members]
+            watched += self._tenant(tenant)
             mine = [session for name, session in sessions if name == tenant.name]
             self.recovery.finish(tenant, mine)
         return self.recovery.outcome, watched

@@ -229,6 +229,8 @@ class Connection(asyncio.Protocol):
 
     def _refusal(self, request_id: int) -> KvtierError | None:
         """Why a request may not be taken beside those that wait for their replies."""
+        if not 0 < request_id < 2**63:
+            return InvalidArgument(f"request id {request_id} is outside 1..2^63-1")
         if request_id in self.pending:
             return InvalidArgument(f"a request of id {request_id} waits for its reply already")
         if len(self.pending) >= self.desk.limits.requests_in_flight:
@@ -264,6 +266,7 @@ class Listener:
         )
         self._socket = _bind(path, mode)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._greeting = 0
         self.connections: set[Connection] = set()
 
     def start(self) -> None:
@@ -289,21 +292,10 @@ class Listener:
 
     async def _greet(self, sock: socket.socket) -> None:
         """Learn who it is, let it in or turn it away, and hand the socket to the loop."""
-        loop = asyncio.get_running_loop()
         conn = Connection(self._desk, self._decoder, admin=self._admin)
+        self._greeting += 1
         try:
-            limit = self._desk.limits.connections
-            if len(self.connections) + self._greeting >= limit:
-                raise QuotaExceeded(f"{limit} connections (limits.connections)")
-            who = credentials(sock)
-            if self._admin:
-                if who.uid not in (0, os.geteuid()):
-                    raise NotOwner(f"uid {who.uid} may not use the admin socket")
-                rest = b""
-            else:
-                async with asyncio.timeout(HELLO_TIMEOUT_S):
-                    hello, rest = await self._read_hello(sock, conn)
-                self._desk.admit(sock, who, hello, conn)
+            await self._let_in(sock, conn)
         except (KvtierError, TimeoutError, OSError) as error:
             if isinstance(error, KvtierError):
                 await _say(sock, frame(conn.error(1, error), msgspec.msgpack.Encoder()))
@@ -313,12 +305,31 @@ class Listener:
             log.exception("a connection failed")
             sock.close()
             return
+        finally:
+            self._greeting -= 1
         self.connections.add(conn)
-        await loop.connect_accepted_socket(lambda: conn, sock)
-        if rest:
-            conn.data_received(rest)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: conn, sock)
+        except OSError:  # it went away meanwhile
+            sock.close()
+            self._desk.gone(conn)
 
-    async def _read_hello(self, sock: socket.socket, conn: Connection) -> tuple[Hello, bytes]:
+    async def _let_in(self, sock: socket.socket, conn: Connection) -> None:
+        """Check who it is and what it says first. Errors: KvtierError, TimeoutError, OSError."""
+        limit = self._desk.limits.connections
+        if len(self.connections) + self._greeting > limit:
+            raise QuotaExceeded(f"{limit} connections (limits.connections)")
+        who = credentials(sock)
+        if self._admin:
+            if who.uid not in (0, os.geteuid()):
+                raise NotOwner(f"uid {who.uid} may not use the admin socket")
+            return
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            hello, rest = await self._read_hello(sock)
+        self._desk.admit(sock, who, hello, conn)
+        conn.behind_hello(rest)
+
+    async def _read_hello(self, sock: socket.socket) -> tuple[Hello, bytes]:
         """Read the first frame; returns it and what came behind it."""
         loop = asyncio.get_running_loop()
         data = b""
@@ -332,7 +343,7 @@ class Listener:
         end = 4 + FRAME_HEADER.unpack_from(data)[0]
         try:
             hello = self._decoder.decode(data[4:end])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise _explain(data[4:end], error)[1] from None
         if not isinstance(hello, Hello):
             raise ProtocolError("the first message of a connection must be hello")

@@ -54,11 +54,16 @@ class Parts:
     catalog: Catalog
     keeper: MemoryKeeper
     tenant_of_uid: dict[int, Tenant]
-    watched: list[tuple[Tenant, Member]]
+    watched: list[Member]
     outcome: Outcome
     instance: bytes
     generation: int
     close_locks: Callable[[], None]
+
+
+def tenants_of_uids(config: Config, world: World) -> dict[int, Tenant]:
+    """Which tenant a client's uid belongs to."""
+    return {int(uid): world.tenants[part.name] for part in config.tenants for uid in part.uids}
 
 
 def tenant_number(name: str) -> int:
@@ -73,7 +78,7 @@ def start(config: Config, *, discard_dram: bool = False) -> Parts:
         runtime = _lock_runtime(config.runtime_dir)
         undo.callback(runtime)
         directory = lock_directory(config.state_dir)
-        undo.callback(directory.close)
+        undo.callback(directory.discard)
         catalog = Catalog.open(directory, config.spill.durability)
         undo.callback(lambda: catalog.abandon(directory))
         files = open_spill(_spill_settings(config), catalog.instance, catalog.generation)
@@ -89,9 +94,6 @@ def start(config: Config, *, discard_dram: bool = False) -> Parts:
             arena.headers.set_generation(generation)
         catalog.stamp(generation)
         undo.pop_all()
-    by_name = state.world.tenants
-    uids = {int(uid): by_name[tenant.name] for tenant in config.tenants for uid in tenant.uids}
-
     def close_locks() -> None:
         directory.close()
         runtime()
@@ -102,7 +104,8 @@ def start(config: Config, *, discard_dram: bool = False) -> Parts:
         outcome.orphans, outcome.blocks, outcome.lost, outcome.discarded,
     )  # fmt: skip
     return Parts(
-        state, arenas, SpillTier(files), files, catalog, keeper, uids, watched, outcome,
+        state, arenas, SpillTier(files), files, catalog, keeper,
+        tenants_of_uids(config, state.world), watched, outcome,
         catalog.instance, generation, close_locks,
     )  # fmt: skip
 
@@ -242,12 +245,12 @@ def core_limits(config: Config) -> CoreLimits:
     return CoreLimits(
         blocks_per_request=limits.blocks_per_request,
         leases_per_group=limits.leases_per_group,
-        lease_ttl_s=limits.lease_ttl_s,
-        lease_ttl_max_s=limits.lease_ttl_max_s,
-        wait_max_s=limits.wait_max_s,
+        lease_ttl_s=float(limits.lease_ttl_s),
+        lease_ttl_max_s=float(limits.lease_ttl_max_s),
+        wait_max_s=float(limits.wait_max_s),
         sessions_per_tenant=limits.sessions_per_tenant,
         nodes_per_session=limits.nodes_per_session,
-        blob_bytes=limits.blob_bytes,
+        blob_bytes=int(limits.blob_bytes),
         groups=limits.groups,
         layouts_per_tenant=LAYOUTS_PER_TENANT,
         waiting_per_tenant=WAITING_PER_TENANT,
@@ -255,7 +258,7 @@ def core_limits(config: Config) -> CoreLimits:
         high_watermark=arena.high_watermark,
         low_watermark=arena.low_watermark,
         exchange_headroom=arena.exchange_headroom,
-        orphan_ttl_s=config.recovery.orphan_ttl_s,
+        orphan_ttl_s=float(config.recovery.orphan_ttl_s),
         power=config.spill.durability == "power",
         end_to_end=config.integrity == "end_to_end",
     )
@@ -281,7 +284,7 @@ def _state(
     nvme = Slabs(slabs, geometry.slab_bytes, geometry.max_slots, files.words, assigned(None))
     world = World(
         core_limits(config), nvme, boot=secrets.randbits(62) + 1, salt=secrets.randbits(64),
-        generation=generation,
+        generation=generation, now_s=time.monotonic(),
     )  # fmt: skip
     worlds.append(world)
     for tenant in config.tenants:
@@ -289,7 +292,7 @@ def _state(
         cut = headers.geometry
         arena = Slabs(cut.slabs, cut.slab_bytes, cut.max_slots, headers.words, assigned(tenant.name))
         world.tenants[tenant.name] = Tenant(
-            tenant.name, tenant_number(tenant.name), arena, nvme, tenant.spill_bytes,
+            tenant.name, tenant_number(tenant.name), arena, nvme, int(tenant.spill_bytes),
             config.arena.exchange_headroom,
         )  # fmt: skip
     set_aside(nvme, strangers(files.slabs(), world.tenants))

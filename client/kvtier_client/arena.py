@@ -73,9 +73,12 @@ class Arena:
 
     def check(self, offsets: Offsets, block_bytes: int) -> None:
         """Errors: ProtocolError when a slot would end behind the mapping."""
-        if len(offsets) and int(offsets.max()) + block_bytes > self.size_bytes:
+        if len(offsets) == 0:
+            return
+        last = int(offsets[0] if len(offsets) == 1 else offsets.max())
+        if last + block_bytes > self.size_bytes:
             raise ProtocolError(
-                f"the daemon granted a slot at {int(offsets.max())} of {block_bytes} bytes in an "
+                f"the daemon granted a slot at {last} of {block_bytes} bytes in an "
                 f"arena of {self.size_bytes}"
             )
 

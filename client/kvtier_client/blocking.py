@@ -54,10 +54,12 @@ class Driver:
         self.core.check_process()
         if self.closed.is_set():
             raise ConnectionLost("this client is closed: open a new one")
+        protocol = self.core.protocol
         try:
             effect = next(op)
             while True:
-                self.flush()
+                if protocol.urgent or type(effect) is not Run:
+                    self.flush()
                 try:
                     if type(effect) is Wait:
                         self.wait(effect.pendings, effect.timeout_s)
@@ -73,7 +75,8 @@ class Driver:
             result: T = stop.value
             return result
         finally:
-            self.flush()
+            if protocol.urgent:
+                self.flush()
 
     def _pause(self, effect: Any) -> None:
         self.closed.wait(effect.duration_s)

@@ -109,15 +109,19 @@ class Core:
             return self.protocol.submit(kind(self.protocol.next_id(), *fields), lease)
 
     def send_oneway(
-        self, kind: type[wire.Request], *fields: Any, lease: Lease | None = None
+        self,
+        kind: type[wire.Request],
+        *fields: Any,
+        lease: Lease | None = None,
+        lazily: bool = False,
     ) -> Pending:
-        """Build and queue a request without a reply."""
+        """Build and queue a request without a reply; `lazily` as for `Protocol.submit`."""
         with self.lock:
             if lease is not None:
                 lease.unsettled += 1
             self.stats.requests += 1
             request = kind(self.protocol.next_id(), *fields)
-            return self.protocol.submit(request, lease, oneway=True)
+            return self.protocol.submit(request, lease, oneway=True, lazily=lazily)
 
     def abandon(self, pending: Pending) -> None:
         """Nobody waits for `pending` any more."""
@@ -176,9 +180,10 @@ class Core:
             request = wire.Renew(self.protocol.next_id(), lease.id, ask_s)
             return self.protocol.submit(request, renewal)
 
-    def end_lease(self, lease: Lease) -> Pending | None:
+    def end_lease(self, lease: Lease, lazily: bool = False) -> Pending | None:
         """Begin nothing more under a lease and give back what it did not commit.
 
+        `lazily`: a release may wait for the next request, or for `tidy`.
         The pending `Abort`, or None when there was nothing to abort.
         """
         with self.lock:
@@ -186,7 +191,7 @@ class Core:
                 return None
             pending = None
             if not lease.write:
-                self.send_oneway(wire.Release, lease.id, lease=lease)
+                self.send_oneway(wire.Release, lease.id, lease=lease, lazily=lazily)
             elif lease.unfinished:
                 lease.aborted = True
                 pending = self.send(wire.Abort, lease.id, lease=lease)

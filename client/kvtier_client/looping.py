@@ -52,10 +52,12 @@ class AsyncDriver:
     async def run(self, op: Op[T]) -> T:
         """Carry an operation out and return its result. Errors: whatever it raises."""
         self._check()
+        protocol = self.core.protocol
         try:
             effect = next(op)
             while True:
-                self.flush()
+                if protocol.urgent or type(effect) is not Run:
+                    self.flush()
                 try:
                     if type(effect) is Wait:
                         await self._wait(effect.pendings, effect.timeout_s)
@@ -71,7 +73,8 @@ class AsyncDriver:
             result: T = stop.value
             return result
         finally:
-            self.flush()
+            if protocol.urgent:
+                self.flush()
 
     def _check(self) -> None:
         self.core.check_process()

@@ -289,6 +289,10 @@ def commit(
     core = lease.core
     with core.lock:
         places = lease.name(count, chosen)
+    order = np.argsort(np.frombuffer(packed_pages, "<u4"), kind="stable")  # a commit's pages rise
+    places = places[order]
+    packed_pages = np.frombuffer(packed_pages, "<u4")[order].tobytes()
+    packed_valid = np.frombuffer(packed_valid, "<u4")[order].tobytes()
     sums = checksums(lease, places)
     send = core.send_oneway if oneway else core.send
     pending = send(

@@ -30,6 +30,8 @@ from kvtier_client.errors import (
 
 FRAME_LIMIT_BYTES: Final = 64 << 20
 """Longest reply that is read; a longer one is taken for a broken stream."""
+LAZY_LIMIT: Final = 16
+"""Frames that may wait for company; one more and all of them are sent."""
 ABANDONED_LIMIT: Final = 4096
 """Requests without a caller whose late grant would still be given back."""
 DEFAULT_IN_FLIGHT: Final = 64
@@ -119,6 +121,8 @@ class Protocol:
         self.layouts: dict[bytes, wire.Layout] = {}
         self.held: dict[int, wire.HeldLease] = {}
         self.late_replies = 0
+        self.urgent = False
+        """Whether something is to be sent that should not wait for company."""
         self.lost_sessions: set[int] = set()
         self._ids = itertools.count(1)
         self._last_id = 0
@@ -141,17 +145,25 @@ class Protocol:
         return next(self._ids)
 
     def submit(
-        self, request: wire.Request, owner: Settled | None = None, oneway: bool = False
+        self,
+        request: wire.Request,
+        owner: Settled | None = None,
+        oneway: bool = False,
+        lazily: bool = False,
     ) -> Pending:
         """Queue a request; it is sent now or as soon as the connection is READY.
 
+        `lazily`: it may wait for the next request, so that both go in one write.
         Errors: InvalidArgument when its frame is longer than the daemon accepts.
         """
         pending = Pending(request, owner)
         if oneway:
             pending.number = -1
         if self.phase is Phase.READY:
+            urgent = self.urgent
             self._send(pending)
+            if lazily and len(self._outbox) <= LAZY_LIMIT:
+                self.urgent = urgent
         self._last_id = max(self._last_id, request.id)
         self._unsettled[request.id] = pending
         return pending
@@ -169,6 +181,7 @@ class Protocol:
 
     def take_outbox(self) -> bytes:
         """All bytes to send now; empty when there are none."""
+        self.urgent = False
         if not self._outbox:
             return b""
         if len(self._outbox) == 1:
@@ -364,6 +377,7 @@ class Protocol:
         self._last_id = max(self._last_id, request.id)
         self._restoring[request.id] = request
         self._outbox.append(wire.frame(request, self._encoder))
+        self.urgent = True
 
     def _restored(self, reply: wire.Reply) -> None:
         request = self._restoring[reply.id]
@@ -410,5 +424,5 @@ class Protocol:
             self._unacked.append(pending)
         else:
             self._in_flight += 1
-        pending.sent = True
+        pending.sent = self.urgent = True
         self._outbox.append(wire.FRAME_HEADER.pack(len(body)) + body)

@@ -40,6 +40,8 @@ WINDOW_ARENA_SHARE: Final = 4
 """A window leases at most this fraction (1/4) of the arena, as the next one is asked for too."""
 WINDOW_ATTEMPTS: Final = 8
 """How often a window is copied again because its lease was lost on the way."""
+LAZY_RELEASE_BYTES: Final = 2 << 20
+"""The release of so little may wait for the next request, unless the arena is under pressure."""
 UNSETTLED_LIMIT: Final = 256
 """Requests without answer or acknowledgement above which `ack=False` waits for them first."""
 
@@ -65,6 +67,12 @@ def pool_of(core: Core, layout: RegisteredLayout) -> SlotPool | None:
     return pool
 
 
+def rising(pages: bytes) -> bool:
+    """Whether packed page numbers rise, as a commit names them."""
+    numbers = np.frombuffer(pages, "<u4")
+    return bool((numbers[1:] > numbers[:-1]).all())
+
+
 # ----------------------------------------------------------------- swap-out
 
 
@@ -73,7 +81,7 @@ class OutJob:
 
     __slots__ = (
         *("ack", "core", "copier", "deadline_s", "draw", "layout", "n"),
-        *("node", "pages", "retention", "session", "valid"),
+        *("node", "pages", "retention", "scattered", "session", "valid"),
     )
 
     def __init__(
@@ -88,6 +96,7 @@ class OutJob:
         self.node = 0
         self.retention = wire.HELD
         self.ack = True
+        self.scattered = n > 1 and not rising(pages)
         self.deadline_s = 0.0
         self.draw: Lease | None = None
         self.copier: Copier
@@ -95,19 +104,25 @@ class OutJob:
     def send_commit(self, lease: Lease, first: int, i: int, j: int) -> Pending:
         """Name slots `first..` of a lease as blocks `i..j` of the job."""
         core, count = self.core, j - i
+        pages, valid = self.pages[4 * i : 4 * j], self.valid[4 * i : 4 * j]
         if count == 1:
             index, sums = first.to_bytes(4, "little"), b""
             if core.integrity == "end_to_end":
                 sums = checksums(lease, np.array([first], np.uint32))
         else:
             places = np.arange(first, first + count, dtype="<u4")
+            if self.scattered:
+                order = np.argsort(np.frombuffer(pages, "<u4"), kind="stable")
+                places = places[order]
+                pages = np.frombuffer(pages, "<u4")[order].tobytes()
+                valid = np.frombuffer(valid, "<u4")[order].tobytes()
             index, sums = places.tobytes(), checksums(lease, places)
         lease.named_blocks += count
         send = core.send if self.ack else core.send_oneway
         return send(
             wire.Commit,
             *(lease.id, self.session.id, self.node, index),
-            *(self.pages[4 * i : 4 * j], self.valid[4 * i : 4 * j], self.retention, 0, sums),
+            *(pages, valid, self.retention, 0, sums),
             lease=lease,
         )
 
@@ -401,7 +416,7 @@ def _in_window(job: InJob, lease: Lease, i: int, page: int, began_s: float) -> O
         yield Run(lambda: job.copier.load(slots, i), size_bytes)
         whole = not lease.lost
     finally:
-        core.end_lease(lease)
+        core.end_lease(lease, lazily=size_bytes <= LAZY_RELEASE_BYTES and not core.stats.pressure)
     job.valid[i : i + got] = lease.valid
     slow = 2 * lease.restored > got
     core.cost.observe_swap(

@@ -1,8 +1,8 @@
 """What the core asks the daemon to do. Actions of one event are carried out in their order."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,16 +15,14 @@ if TYPE_CHECKING:
     from kvtierd.core.tree import Node, Session
 
 
-@dataclass(slots=True)
-class Send:
+class Send(msgspec.Struct):
     """Send a reply or a push to a peer."""
 
     peer: "Peer"
     message: Reply
 
 
-@dataclass(slots=True)
-class Publish:
+class Publish(msgspec.Struct):
     """Write the header bodies of rows whose DRAM slots have just become READY."""
 
     pool: "Pool"
@@ -33,18 +31,21 @@ class Publish:
     lease: int
 
 
-@dataclass(slots=True)
-class PublishOne:
-    """`Publish` for one row."""
+class PublishOne(msgspec.Struct):
+    """`Publish` for one block of a node, with what its body says."""
 
     pool: "Pool"
-    row: int
+    node: "Node"
     slot: int
+    page: int
+    valid: int
+    seq: int
+    checksum: int
+    kept: bool
     lease: int
 
 
-@dataclass(slots=True)
-class AssignSlab:
+class AssignSlab(msgspec.Struct):
     """Record in a tier's slab directory whose a slab is; `tenant` None means NVMe."""
 
     tenant: "Tenant | None"
@@ -52,8 +53,7 @@ class AssignSlab:
     pool: "Pool | None"
 
 
-@dataclass(slots=True)
-class Demote:
+class Demote(msgspec.Struct):
     """Copy blocks DRAM -> NVMe; answer with `State.demoted`."""
 
     batch: int
@@ -64,8 +64,7 @@ class Demote:
     urgent: bool
 
 
-@dataclass(slots=True)
-class Promote:
+class Promote(msgspec.Struct):
     """Copy blocks NVMe -> DRAM and verify them; answer with `State.promoted`."""
 
     batch: int
@@ -77,8 +76,7 @@ class Promote:
     urgent: bool
 
 
-@dataclass(slots=True)
-class Clear:
+class Clear(msgspec.Struct):
     """Clear the words of NVMe slots on the medium; answer with `State.cleared`."""
 
     batch: int
@@ -86,52 +84,45 @@ class Clear:
     slots: Slots
 
 
-@dataclass(slots=True)
-class RecordMember:
+class RecordMember(msgspec.Struct):
     """Write a client process into (or, when it is gone, out of) the arena's client table."""
 
     tenant: "Tenant"
     member: "Member"
 
 
-@dataclass(slots=True)
-class SaveSession:
+class SaveSession(msgspec.Struct):
     """Catalog: a session was opened or its priority changed."""
 
     session: "Session"
 
 
-@dataclass(slots=True)
-class SaveNodes:
+class SaveNodes(msgspec.Struct):
     """Catalog: nodes were added or changed."""
 
     nodes: "list[Node]"
 
 
-@dataclass(slots=True)
-class DropNodes:
+class DropNodes(msgspec.Struct):
     """Catalog: node ids of a session were pruned and are never used again."""
 
     session: "Session"
     nodes: list[int]
 
 
-@dataclass(slots=True)
-class DropSession:
+class DropSession(msgspec.Struct):
     """Catalog: a session was closed; its tombstone stays until its headers are cleared."""
 
     session: "Session"
 
 
-@dataclass(slots=True)
-class SaveLayout:
+class SaveLayout(msgspec.Struct):
     """Catalog: a tenant registered a layout."""
 
     pool: "Pool"
 
 
-@dataclass(slots=True)
-class SaveBlob:
+class SaveBlob(msgspec.Struct):
     """Catalog: replace a blob; `node` is NO_NODE for the session's own."""
 
     session: "Session"
@@ -140,8 +131,7 @@ class SaveBlob:
     data: bytes
 
 
-@dataclass(slots=True)
-class LoadBlob:
+class LoadBlob(msgspec.Struct):
     """Catalog: read a blob and send it as the reply to request `id`."""
 
     peer: "Peer"
@@ -150,8 +140,7 @@ class LoadBlob:
     node: int
 
 
-@dataclass(slots=True)
-class SaveHolds:
+class SaveHolds(msgspec.Struct):
     """Catalog: a session holds (or no longer holds) keyed blocks."""
 
     session: "Session"
@@ -160,8 +149,7 @@ class SaveHolds:
     held: bool
 
 
-@dataclass(slots=True)
-class Note:
+class Note(msgspec.Struct):
     """Something an operator should find in the log and among the events."""
 
     kind: str

@@ -97,10 +97,10 @@ class Evictor:
             tenant.pressure = True
         elif used <= limits.low_watermark * total:
             tenant.pressure = False
-        else:
+        if not tenant.pressure:
             tenant.calm_bytes = int(limits.high_watermark * total) - used
             tenant.calm_epoch = tenant.arena.epoch
-        if tenant.pressure:
+        else:
             pools = [pool for pool in tenant.pools.values() if pool.dram.used]
             moving = sum(pool.moving * pool.slot_bytes for pool in pools)
             excess = used - moving - int(limits.low_watermark * total)

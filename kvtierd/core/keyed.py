@@ -149,7 +149,7 @@ class Keyed:
     def _pinned(self, peer: Peer, counter: int) -> Lease | None:
         lease = peer.group.leases.get(peer.member.index << 32 | counter)
         if lease is not None and lease.kind is not Kind.PIN:
-            raise LeaseExpired(f"lease counter {counter} is in use for something else")
+            raise InvalidArgument(f"lease counter {counter} is in use for something else")
         return lease
 
     # --------------------------------------------------------------- holds

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier_client.errors import InvalidArgument
 from kvtier_client.wire import Request
 from kvtierd.core.blocks import Rows, Slots
 
@@ -77,8 +79,7 @@ class Group:
         return any(member.alive for member in self.members)
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """A group's right to slots of one pool.
 
     `slots` of a write lease turn to -1 as they are committed; `rows` belong to read leases and
@@ -90,7 +91,7 @@ class Lease:
     pool: "Pool"
     kind: Kind
     deadline_s: float
-    slots: Slots
+    array: Slots | None
     rows: Rows
     offsets: bytes
     valid: bytes = b""
@@ -100,6 +101,15 @@ class Lease:
     promise: int = 0
     expired: bool = False
     recovered: bool = False  # found in the headers of an earlier life, not claimed yet
+    one: int = -1  # the only slot, while no array was needed for it
+
+    @property
+    def slots(self) -> Slots:
+        """The slots as an array, made when it is first asked for."""
+        if self.array is None:
+            self.array = np.array((self.one,), np.int64)
+            self.one = -1
+        return self.array
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +149,9 @@ def owner_of(lease_id: int) -> int:
 
 
 def unpack_u32(packed: bytes) -> NDArray[np.int64]:
-    """Packed u32 values as int64. Errors: ValueError when the length does not fit."""
+    """Packed u32 values as int64. Errors: InvalidArgument when the length does not fit."""
+    if len(packed) % 4:
+        raise InvalidArgument(f"u32 values are 4 bytes each; {len(packed)} bytes are no whole number")
     return np.frombuffer(packed, "<u4").astype(np.int64)
 
 

@@ -256,6 +256,10 @@ class Reads:
             return BlockLost(
                 f"page {first} could not be read back from NVMe; see the daemon's log", (first,)
             )
+        taken = self.writes.taken(ticket)
+        if taken is not None:
+            self._give_up(ticket.pool, ticket.rows)
+            return taken
         return self.grant(ticket)
 
     def _give_up(self, pool: Pool, rows: Rows) -> None:

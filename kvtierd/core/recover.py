@@ -309,8 +309,8 @@ class Recovery:
             run.reach(int(pages[good].max()) + 1)
             run.rows[pages[good] - run.start] = mine
             last = int(pages[good].max()) * pool.layout.block_tokens + int(table.valid[mine[-1]])
-            tokens = self.world.node_table.tokens
-            tokens[node.index] = max(int(tokens[node.index]), last)
+            node.tokens = max(node.tokens, last)
+            self.world.node_table.tokens[node.index] = node.tokens
         return good
 
     def _session_of(self, pool: Pool, owner: bytes) -> Session | None:

@@ -26,6 +26,7 @@ QUARANTINED: Final = 4
 CLEARING: Final = 5
 STATES: Final = 6
 
+NO_SLOT: Final = -1
 NO_OWNER: Final = 0xFFFF
 READERS_MAX: Final = 255
 READER_BITS: Final = np.uint64(0xFFFFFF00)
@@ -56,6 +57,7 @@ class SlabPool:
         self.empty: dict[int, None] = {}  # slabs with free slots only; other pools may take them
         self.draining: set[int] = set()  # slabs being emptied for another pool
         self.counts = [0] * STATES  # slots by state
+        self.next_slot = 0  # where the short path looks first
 
     @property
     def total(self) -> int:
@@ -86,8 +88,9 @@ class Slabs:
     ) -> None:
         assert len(words) == slabs * max_slots
         self.slabs, self.slab_bytes, self.max_slots = slabs, slab_bytes, max_slots
-        self.words = words
+        self.words, self.word_view = words, words.data
         self.row_of = np.zeros(len(words), np.int32)  # row + 1; zeros stay untouched memory
+        self.row_view = self.row_of.data
         self.free_slabs = list(range(slabs - 1, -1, -1))
         self.pool_of: list[SlabPool | None] = [None] * slabs
         self._empty = 0  # empty slabs of all pools
@@ -131,8 +134,6 @@ class Slabs:
         if n > self.available(pool):
             return None
         value = np.uint64(word(state, owner, tag))
-        if n == 1 and pool.open:
-            return self._alloc_one(pool, state, value)
         parts: list[Slots] = []
         need = n
         while need:
@@ -150,19 +151,25 @@ class Slabs:
         pool.counts[state] += n
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _alloc_one(self, pool: SlabPool, state: int, value: np.uint64) -> Slots:
-        for slab in pool.open:
-            if slab not in pool.draining:
-                break
-        else:
-            slab = self._assign(pool)
-        base = slab * self.max_slots
-        slot = base + int(self.words[base : base + pool.slots_per_slab].argmin())
-        self.words[slot] = value
+    def alloc_one(self, pool: SlabPool, value: int) -> int:
+        """The short path for one slot, WRITING under the word `value`; NO_SLOT for all else."""
+        slot = pool.next_slot
+        slab = slot // self.max_slots
+        words = self.word_view
+        if slab not in pool.open or slot % self.max_slots >= pool.slots_per_slab or words[slot]:
+            slab = next(iter(pool.open), NO_SLOT)
+            if slab == NO_SLOT:
+                return NO_SLOT
+            base = slab * self.max_slots
+            slot = base + int(self.words[base : base + pool.slots_per_slab].argmin())
+        if pool.draining:
+            return NO_SLOT
+        words[slot] = value
+        pool.next_slot = slot + 1
         self._took(pool, slab, 1)
         pool.counts[FREE] -= 1
-        pool.counts[state] += 1
-        return np.array((slot,), np.int64)
+        pool.counts[WRITING] += 1
+        return slot
 
     def _took(self, pool: SlabPool, slab: int, n: int) -> None:
         if slab in pool.empty:
@@ -271,7 +278,7 @@ class Slabs:
     def slots_at(self, offsets: NDArray[np.uint64]) -> Slots | None:
         """The slots at byte offsets, all of one pool; None when an offset is not a slot's."""
         slab, inside = np.divmod(offsets.astype(np.int64), self.slab_bytes)
-        if not len(slab) or int(slab.max()) >= self.slabs:
+        if not len(slab) or int(slab.min()) < 0 or int(slab.max()) >= self.slabs:
             return None
         pool = self.pool_of[int(slab[0])]
         if pool is None or any(self.pool_of[s] is not pool for s in np.unique(slab).tolist()):

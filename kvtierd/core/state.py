@@ -46,6 +46,8 @@ from kvtierd.core.tree import session_of
 from kvtierd.core.world import World
 from kvtierd.core.writes import Writes
 
+ERROR_TEXT_MAX = 1000
+"""Characters of an error's message on the wire."""
 GROUP_LINGER_S = 30.0
 """How long a group without connections or leases is remembered for repeats."""
 
@@ -125,7 +127,8 @@ class State:
     def error(self, peer: Peer, request_id: int, error: KvtierError) -> wire.Error:
         """An error as a reply."""
         pages = pack_u32(np.array(error.pages, np.int64)) if error.pages else b""
-        return wire.Error(request_id, self.world.boot, peer.acked, error.code, str(error), pages)
+        text = str(error)[:ERROR_TEXT_MAX]
+        return wire.Error(request_id, self.world.boot, peer.acked, error.code, text, pages)
 
     def take_actions(self) -> list[Action]:
         """What has to be done now, in this order."""
@@ -233,7 +236,9 @@ class State:
         slots = None if offsets is None else lease.group.tenant.arena.slots_at(offsets)
         if slots is None or not np.isin(lease.slots, slots).all():
             return False
-        lease.slots = np.where(np.isin(slots, lease.slots), slots, NONE)
+        if len(np.unique(slots)) != len(slots):
+            return False
+        lease.array = np.where(np.isin(slots, lease.slots), slots, NONE)
         lease.offsets = claim.offsets
         return True
 
@@ -244,7 +249,7 @@ class State:
         if offsets is None or not len(offsets) or claim.lease >> 32 not in tenant.members:
             return None
         slots = tenant.arena.slots_at(offsets)
-        if slots is None:
+        if slots is None or len(np.unique(slots)) != len(slots):
             return None
         rows = tenant.arena.row_of[slots].astype(np.int64) - 1
         table = self.world.table
@@ -381,6 +386,9 @@ class State:
 
     def _advance(self, ticket: Ticket) -> wire.Granted | KvtierError | None:
         req = ticket.request
+        taken = self.writes.taken(ticket)
+        if taken is not None:
+            return taken
         if isinstance(req, wire.Reserve | wire.ReserveKeys):
             writer = self.keyed if isinstance(req, wire.ReserveKeys) else self.writes
             lease = writer.retry(ticket)

@@ -15,6 +15,8 @@ from kvtierd.core.slabs import QUARANTINED, WRITING, SlabPool, Slabs
 from kvtierd.core.tree import Session
 
 SLOT_ALIGN: Final = 4096
+SLACK_MAX: Final = 64
+"""Slots that the short path of admission grants before it looks again."""
 
 
 class Pool:
@@ -67,10 +69,9 @@ class Pool:
         False does not mean that there is no room, only that `admits` and `write_room` must say."""
         arena = self.tenant.arena
         if self._epoch != arena.epoch or self._slack < n:
-            own = self.dram.total + self.nvme.total - self.headroom - self.demand
-            self._slack = min(own, self.write_room)
+            self._slack = min(self.write_room, max(n, SLACK_MAX))
             self._epoch = arena.epoch
-            if self._slack < n or self.tenant.quarantined_bytes():
+            if self._slack < n or self.tenant.quarantined_bytes() or not self.admits(self._slack):
                 self._epoch = -1
                 return False
         self._slack -= n

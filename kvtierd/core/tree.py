@@ -24,27 +24,28 @@ PAGE_GAP_MAX: Final = 4096
 class Run:
     """The rows of one node in one part: `rows[page - start]`, NONE where there is no block."""
 
-    __slots__ = ("_rows", "length", "start")
+    __slots__ = ("data", "length", "start", "view")
 
     def __init__(self, start: int) -> None:
         self.start = start
         self.length = 0
-        self._rows = np.empty(0, np.int64)
+        self.data = np.empty(0, np.int64)
+        self.view = self.data.data  # of the same memory: cheap access to one row
 
     @property
     def rows(self) -> Rows:
         """A view of the run, from page `start` on."""
-        return self._rows[: self.length]
+        return self.data[: self.length]
 
     def reach(self, pages: int) -> None:
         """Lengthen the run so that it has places up to page `pages` (exclusive)."""
         need = pages - self.start
         if need <= self.length:
             return
-        if need > len(self._rows):
-            grown = np.full(max(need, 2 * len(self._rows), 8), NONE, np.int64)
-            grown[: self.length] = self._rows[: self.length]
-            self._rows = grown
+        if need > len(self.data):
+            grown = np.full(max(need, 2 * len(self.data), 8), NONE, np.int64)
+            grown[: self.length] = self.data[: self.length]
+            self.data, self.view = grown, grown.data
         self.length = need
 
     def cut(self, pages: int) -> Rows:
@@ -52,9 +53,9 @@ class Run:
         keep = max(pages - self.start, 0)
         if keep >= self.length:
             return np.empty(0, np.int64)
-        gone = self._rows[keep : self.length]
+        gone = self.data[keep : self.length]
         gone = gone.copy() if gone.min() >= 0 else gone[gone >= 0]
-        self._rows[keep : self.length] = NONE
+        self.data[keep : self.length] = NONE
         self.length = keep
         return gone
 
@@ -65,6 +66,7 @@ class Node:
     __slots__ = (
         "blob_version", "children", "ended", "fork_tokens", "id", "index", "parent", "retention",
         "retention_seq", "runs", "session",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +81,7 @@ class Node:
         self.session, self.id, self.parent = session, node, parent
         self.fork_tokens, self.retention, self.index = fork_tokens, retention, index
         self.retention_seq = 0  # blocks up to this seq have the node's retention, not their own
+        self.tokens = fork_tokens  # of the branch up to the node's last block
         self.ended = False
         self.blob_version = 0
         self.children: dict[int, Node] = {}

@@ -98,11 +98,7 @@ class World:
 
     def add_row(self) -> int:
         """One row; the short path of `add_rows`."""
-        capacity = self.table.capacity
-        row = self.table.add_one()
-        if self.table.capacity != capacity:
-            self.keys.rebind(self.table.owner0, self.table.owner1, self.table.pool)
-        return row
+        return self.table.add_one() if self.table.used < self.table.capacity else int(self.add_rows(1)[0])
 
     def take_seqs(self, n: int) -> NDArray[np.uint64]:
         """The next `n` sequence numbers."""

@@ -17,9 +17,12 @@ from kvtier_client.wire import (
     CACHED,
     HELD,
     Abort,
+    Acquire,
+    AcquireKeys,
     Commit,
     Done,
     Granted,
+    Prefetch,
     Reserve,
     ReserveKeys,
 )  # fmt: skip
@@ -35,7 +38,7 @@ from kvtierd.core.leases import (
     Ticket,
     unpack_u32,
 )  # fmt: skip
-from kvtierd.core.slabs import QUARANTINED, READY, WRITING, ready_words, word
+from kvtierd.core.slabs import NO_SLOT, QUARANTINED, READY, WRITING, ready_words, word
 from kvtierd.core.tenant import Pool
 from kvtierd.core.tree import PAGE_GAP_MAX, Node, Session
 from kvtierd.core.world import World
@@ -82,7 +85,7 @@ class Writes:
         ttl_s = self.world.ttl_s(req.ttl_s)
         if not req.ahead and not req.draw and req.blocks > 0 and pool.take_slack(req.blocks):
             lease = self._allocate(peer, pool, req.lease, req.blocks, ttl_s)
-            return self.granted(peer, req.id, lease)
+            return Granted(req.id, self.world.boot, peer.acked, lease.id, ttl_s, lease.offsets)
         self.check_reserve(pool, req.blocks, req.ahead)
         drawn = self._draw(peer, pool, req)
         lease = self.try_reserve(peer, pool, req, req.blocks, drawn, patient=wait_s > 0)
@@ -158,20 +161,24 @@ class Writes:
         """Take slots that are known to be there, under a new lease."""
         tenant, owner = pool.tenant, peer.member.index
         arena = tenant.arena
-        slots: Slots | None = _NO_ROWS
-        if n:
-            slots = arena.alloc(pool.dram, n, WRITING, owner, counter)
-        assert slots is not None, "there was said to be room"
-        if n == 1:
-            offsets = arena.offset(pool.dram, slots.item()).to_bytes(8, "little")
+        slots: Slots | None = None
+        slot = arena.alloc_one(pool.dram, word(WRITING, owner, counter)) if n == 1 else NO_SLOT
+        if slot == NO_SLOT:
+            slots = arena.alloc(pool.dram, n, WRITING, owner, counter) if n else _NO_ROWS
+            assert slots is not None, "there was said to be room"
+            if n == 1:
+                slot, slots = slots.item(), None
+        if slots is None:
+            offsets = arena.offset(pool.dram, slot).to_bytes(8, "little")
         else:
             offsets = arena.offsets(pool.dram, slots).tobytes()
         tenant.calm_bytes -= n * pool.slot_bytes
+        lease_id = owner << 32 | counter
         lease = Lease(
-            owner << 32 | counter, peer.group, pool, Kind.WRITE, self.world.now_s + ttl_s, slots,
-            _NO_ROWS, offsets, left=n,
+            lease_id, peer.group, pool, Kind.WRITE, self.world.now_s + ttl_s, slots, _NO_ROWS,
+            offsets, left=n, one=slot,
         )  # fmt: skip
-        self.add_lease(lease)
+        peer.group.leases[lease_id] = tenant.leases[lease_id] = lease
         return lease
 
     def retry(self, ticket: Ticket) -> Lease | None:
@@ -180,6 +187,19 @@ class Writes:
         assert isinstance(req, Reserve)
         drawn = self._draw(ticket.peer, ticket.pool, req)
         return self.try_reserve(ticket.peer, ticket.pool, req, req.blocks, drawn, patient=True)
+
+    def taken(self, ticket: Ticket) -> Granted | InvalidArgument | None:
+        """What a request gets whose lease was made while it waited, by a repeat of it."""
+        req = ticket.request
+        if isinstance(req, Prefetch):
+            return None
+        assert isinstance(req, Reserve | ReserveKeys | Acquire | AcquireKeys)
+        lease = ticket.peer.group.leases.get(ticket.peer.member.index << 32 | req.lease)
+        if lease is None:
+            return None
+        if lease.kind is (Kind.WRITE if isinstance(req, Reserve | ReserveKeys) else Kind.READ):
+            return self.granted(ticket.peer, req.id, lease)
+        return InvalidArgument(f"lease counter {req.lease} is in use for something else")
 
     def refusal(self, pool: Pool, n: int) -> ArenaFull | SpillFull:
         """The error for a reservation that found no room."""
@@ -319,13 +339,14 @@ class Writes:
                 self.copies.drop(old[old != NONE])
             lease.slots[index] = NONE
             lease.left -= int(np.count_nonzero(~fresh))
-        self._note_length(node, int(pages[-1]), int(valid[-1]), pool)
+        self._note_length(node, int(pages[-1]) * pool.layout.block_tokens + int(valid[-1]))
         if not lease.left:
             self.end_if_done(lease)
         return Done(req.id, self.world.boot, peer.acked, len(pages))
 
     def _commit_one(self, peer: Peer, req: Commit, node: Node) -> bool:
-        """The short path: one block under a new name. False, and nothing done, for all else."""
+        """The short path: the one block of a lease, under a new name. False, and nothing done, for
+        all else. It uses memoryviews, which cost a fraction of numpy's scalar access."""
         lease = peer.group.leases.get(req.lease)
         if lease is None or lease.kind is not Kind.WRITE or lease.expired or node.ended:
             return False
@@ -333,65 +354,53 @@ class Writes:
         page, valid = int.from_bytes(req.pages, "little"), int.from_bytes(req.valid, "little")
         index = int.from_bytes(req.index, "little")
         if (
-            len(req.index) != 4 or len(req.valid) != 4 or index >= len(lease.slots)
+            len(req.index) != 4 or len(req.valid) != 4 or index or lease.one < 0
             or not 0 < valid <= pool.layout.block_tokens or req.retention not in (HELD, CACHED)
             or len(req.checksums) != (8 if world.limits.end_to_end else 0)
             or pool not in node.session.pools
         ):  # fmt: skip
             return False
         run = node.runs[node.session.part_of(pool)]
-        slot = lease.slots.item(index)
-        place = page - run.start
-        if slot < 0 or not 0 <= place < run.length + PAGE_GAP_MAX:
+        slot, place = lease.one, page - run.start
+        if not 0 <= place < run.length + PAGE_GAP_MAX:
             return False
-        if place < run.length:
-            if run.rows.item(place) != NONE:
-                return False
-        else:
+        if place >= run.length:
             run.reach(page + 1)
-        row = world.add_row()
-        run.rows[place] = row
+        elif run.view[place] != NONE:
+            return False
         kept = req.retention == HELD
-        self._fill_row(row, slot, page, valid, pool, node, kept)
-        if req.checksums:
-            world.table.checksum[row] = int.from_bytes(req.checksums, "little")
-        lease.slots[index] = NONE
-        lease.left -= 1
-        world.actions.append(PublishOne(pool, row, slot, lease.id))
-        self._note_length(node, page, valid, pool)
-        if not lease.left:
-            self.end_if_done(lease)
+        checksum = int.from_bytes(req.checksums, "little")
+        run.view[place] = self._add_one(slot, page, valid, pool, node, kept, checksum)
+        world.actions.append(
+            PublishOne(pool, node, slot, page, valid, world.seq, checksum, kept, lease.id)
+        )
+        lease.one, lease.left, lease.array = NO_SLOT, 0, _NO_ROWS
+        if not lease.promise:
+            self.end(lease, 1)
         return True
 
-    def _fill_row(
-        self, row: int, slot: int, page: int, valid: int, pool: Pool, node: Node, kept: bool
-    ) -> None:
-        """Set the columns of a session's block that has just become READY in DRAM."""
-        world, table, session = self.world, self.world.table, node.session
+    def _add_one(
+        self, slot: int, page: int, valid: int, pool: Pool, node: Node, kept: bool, checksum: int
+    ) -> int:
+        """Make the row of a session's block that becomes READY in DRAM; returns the row."""
+        world, session = self.world, node.session
+        row = world.add_row()
+        table = world.table
         world.seq = seq = world.seq + 1
-        table.owner0[row] = session.owner0
-        table.owner1[row] = session.owner1
-        table.checksum[row] = 0
-        table.seq[row] = seq
-        table.dram[row] = slot
-        table.nvme[row] = NONE
-        table.pool[row] = pool.number
-        table.node[row] = node.index
-        table.page[row] = page
-        table.valid[row] = valid
-        table.touch[row] = world.touch
-        table.readers[row] = 0
-        table.pins[row] = 0
-        table.flags[row] = F_HELD if kept else 0
-        table.priority[row] = session.priority
+        table.fill_one(
+            row, session.owner0, session.owner1, checksum, seq, slot, NONE, pool.number, node.index,
+            page, valid, int(world.now_s * 4.0), 0, 0, F_HELD if kept else 0, session.priority,
+        )  # fmt: skip
+        self._note_length(node, page * pool.layout.block_tokens + valid)
         arena, counts = pool.tenant.arena, pool.dram.counts
-        arena.row_of[slot] = row + 1
-        arena.words[slot] = word(READY, tag=seq)
+        arena.row_view[slot] = row + 1
+        arena.word_view[slot] = word(READY, tag=seq)
         counts[WRITING] -= 1
         counts[READY] += 1
         pool.held += kept
         world.counters["committed_blocks"] += 1
         world.counters["committed_bytes"] += pool.layout.block_bytes
+        return row
 
     def take(
         self, lease: Lease, packed: bytes, pages: NDArray[np.int64], valid: NDArray[np.int64]
@@ -484,11 +493,11 @@ class Writes:
             )
         return np.frombuffer(packed, "<u8") if packed else np.zeros(n, np.uint64)
 
-    def _note_length(self, node: Node, page: int, valid: int, pool: Pool) -> None:
-        tokens = self.world.node_table.tokens
-        end = page * pool.layout.block_tokens + valid
-        if tokens[node.index] < end:
-            tokens[node.index] = end
+    def _note_length(self, node: Node, end_tokens: int) -> None:
+        """A block that ends at `end_tokens` of the branch was stored."""
+        if node.tokens < end_tokens:
+            node.tokens = end_tokens
+            self.world.node_table.tokens_view[node.index] = end_tokens
 
     def _repeated(
         self,

@@ -9,7 +9,6 @@ from typing import IO, Any
 import click
 
 from kvtier_client.errors import KvtierError, RequestError
-from kvtierd.config import ConfigError
 from kvtierd.tiers.errors import StartError
 
 
@@ -39,8 +38,12 @@ def reported(as_json: bool) -> Iterator[None]:
         yield
     except KvtierError as error:
         raise ReportedError(error, error.exit_code, as_json) from error
-    except ConfigError as error:
-        raise ReportedError(error, error.exit_code, as_json) from error
     except StartError as error:
         # Files that cannot be used as asked: locked by a daemon, somebody else's, not there.
         raise ReportedError(error, RequestError.exit_code, as_json) from error
+    except ValueError as error:
+        from kvtierd.config import ConfigError
+
+        if not isinstance(error, ConfigError):
+            raise
+        raise ReportedError(error, error.exit_code, as_json) from error

@@ -8,11 +8,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import click
-import msgspec
 
 from kvtier_client.errors import DataError, ProtocolError
-from kvtierd.config import Config, Section
-from kvtierd.config import load as load_config
 from kvtierd.ctl.errors import reported
 
 SOCKET_VARIABLE: Final = "KVTIERCTL_SOCKET"
@@ -24,6 +21,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 def plain(value: Any) -> Any:
     """A configuration as JSON has it; what lasts for ever is "never", as in the file."""
+    import msgspec
+
+    from kvtierd.config import Section
+
     if isinstance(value, Section):
         names = {field.name: field.encode_name for field in msgspec.structs.fields(value)}
         return {key: plain(getattr(value, name)) for name, key in names.items()}
@@ -49,8 +50,10 @@ class Asker:
 
         path = self._socket_path
         if path is None:
-            config = Config() if self._config_file is None else load_config(self._config_file)
-            path = config.socket.admin_path
+            from kvtierd import config
+
+            file = self._config_file
+            path = (config.Config() if file is None else config.load(file)).socket.admin_path
         with AdminClient(path, self._timeout_s) as client:
             return client.call(verb, **fields)
 
@@ -179,6 +182,7 @@ def check(config_file: str | None, state_dir: str | None, quick: bool, as_json: 
     files; compares headers with the catalog and recounts the space. Exits with 40 when something
     is damaged, with 20 when the files are in use.
     """
+    from kvtierd import config as configuration
     from kvtierd.ctl.check import check_files, to_builtins
     from kvtierd.ctl.views import show_check
 
@@ -186,9 +190,9 @@ def check(config_file: str | None, state_dir: str | None, quick: bool, as_json: 
         raise click.UsageError("give either --config FILE or --state-dir DIR")
     with reported(as_json):
         if config_file is not None:
-            config = load_config(config_file)
+            config = configuration.load(config_file)
         else:
-            config = Config(state_dir=os.path.abspath(str(state_dir)))
+            config = configuration.Config(state_dir=os.path.abspath(str(state_dir)))
         report = to_builtins(check_files(config.state_dir, config.spill.paths, not quick))
     _show(as_json, report, show_check)
     if not report["ok"]:
@@ -205,8 +209,10 @@ def config_group() -> None:
 @json_option
 def config_check(file: str, as_json: bool) -> None:
     """Check the configuration FILE, as the daemon would; exits with 78 when it is refused."""
+    from kvtierd.config import load
+
     with reported(as_json):
-        config = load_config(file)
+        config = load(file)
     if as_json:
         _print_json({"ok": True, "file": file, "config": plain(config)})
         return

@@ -61,7 +61,7 @@ def show_tiers(report: Report) -> None:
         for name, dram in sorted(report["dram"].items())
     ]  # fmt: skip
     columns = (
-        "tenant", "total", "used", "free", "writing", "quarantined", "blocks", "eviction to",
+        "tenant", "total", "used", "free", "writing", "quarantined", "blocks", "watermarks",
     )  # fmt: skip
     show_table(columns, rows, "DRAM")
     click.echo()

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvtierd.tiers import memory
 from kvtierd.tiers.errors import FormatError, StartError
-from kvtierd.tiers.headers import HeaderFile, create, open_headers
+from kvtierd.tiers.headers import ArenaHeaders, create, open_headers
 from kvtierd.tiers.memory import HUGE_BYTES
 from kvtierd.tiers.superblock import Expected, Geometry, Kind, Superblock
 
@@ -69,7 +69,7 @@ class Arena:
         name: str,
         payload_fd: int,
         mapped: mmap.mmap,
-        headers: HeaderFile,
+        headers: ArenaHeaders,
         settings: ArenaSettings,
         obtained: Obtained,
     ) -> None:
@@ -94,6 +94,10 @@ class Arena:
         total = len(self.payload)
         address = self.payload.ctypes.data
         done = 0
+        try:
+            self.headers.prefault()
+        except OSError as error:
+            raise _prefault_refused(self.name, error) from error
         with futures.ThreadPoolExecutor(self.settings.prefault_threads, "prefault") as pool:
             chunks = {
                 pool.submit(_populate, address + start, min(PREFAULT_CHUNK_BYTES, total - start)):
@@ -186,7 +190,7 @@ def create_arena(
         return arena
 
 
-def _make_headers(asked: str, memfd_name: str, superblock: Superblock) -> HeaderFile:
+def _make_headers(asked: str, memfd_name: str, superblock: Superblock) -> ArenaHeaders:
     try:
         fd = _memfd(f"{memfd_name}-headers", 0)
         with contextlib.ExitStack() as undo:
@@ -194,6 +198,7 @@ def _make_headers(asked: str, memfd_name: str, superblock: Superblock) -> Header
             headers = create(fd, superblock, f"headers of the {asked}")
             undo.pop_all()
             undo.callback(headers.close)
+            assert isinstance(headers, ArenaHeaders)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             undo.pop_all()
             return headers
@@ -314,6 +319,7 @@ def attach_arena(
             headers = open_headers(header_fd, expected, f"headers of the arena of {name}")
             undo_headers.pop_all()
         undo.callback(headers.close)
+        assert isinstance(headers, ArenaHeaders), "what was expected is an arena"
         geometry = headers.geometry
         size = os.fstat(payload_fd).st_size
         if size != geometry.payload_bytes:

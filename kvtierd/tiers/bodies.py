@@ -126,6 +126,8 @@ def compose(count: int, fields: BodyFields) -> Bodies:
 
 _ONE: Final = struct.Struct("<15Q")
 _ONE_SEALED: Final = struct.Struct("<16Q")
+_Q: Final = struct.Struct("<Q")
+_QQ: Final = struct.Struct("<2Q")
 
 
 def compose_one(fields: BodyFields) -> bytes:
@@ -242,6 +244,49 @@ def sum_one(words: tuple[int, ...]) -> int:
     np.right_shift(mixed, _32_ONE, shifted)
     np.bitwise_xor(mixed, shifted, mixed)
     return (int(np.dot(mixed, _WEIGHTS_ONE)) + _SEED_INT) & 0xFFFFFFFFFFFFFFFF
+
+
+_WEIGHT_INTS: Final = [int(weight) for weight in _WEIGHTS]
+_SPREAD_INT: Final = int(_SPREAD)
+_M64: Final = 0xFFFFFFFFFFFFFFFF
+
+
+def _term(word: int, index: int) -> int:
+    """What one word adds to the checksum."""
+    mixed = word * _SPREAD_INT & _M64
+    return (mixed ^ mixed >> 32) * _WEIGHT_INTS[index]
+
+
+class BodyTemplate:
+    """Bodies that differ in slot, page, valid tokens, seq and lease only, made one at a time.
+
+    The checksum is a sum of terms, one per word: those of the other words are added up once.
+    """
+
+    def __init__(self, fields: BodyFields) -> None:
+        """`fields`: plain ints; slot, page, valid_tokens, seq and lease are 0."""
+        body = compose_one(fields)
+        words = _ONE_SEALED.unpack(body)
+        self._bytes = bytearray(body)
+        self._node, self._length, self._place = words[3], words[4], words[W_PLACE]
+        varying = ((3, words[3]), (4, words[4]), (6, 0), (W_LEASE, 0), (W_PLACE, words[W_PLACE]))
+        self._sum = words[0] - sum(_term(word, index) for index, word in varying)
+
+    def seal(self, slot: int, page: int, valid_tokens: int, seq: int, lease: int) -> bytearray:
+        """The body of one block; the buffer is used again by the next call."""
+        node, length = self._node | page << 32, self._length | valid_tokens
+        place = self._place | slot
+        total = (
+            self._sum + _term(node, 3) + _term(length, 4) + _term(seq, 6)
+            + _term(lease, W_LEASE) + _term(place, W_PLACE)
+        )  # fmt: skip
+        into = self._bytes
+        _Q.pack_into(into, 0, total & _M64)
+        _QQ.pack_into(into, 24, node, length)
+        _Q.pack_into(into, 48, seq)
+        _Q.pack_into(into, 72, lease)
+        _Q.pack_into(into, 88, place)
+        return into
 
 
 def seal_bodies(bodies: Bodies) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtierd.tiers import memory
 from kvtierd.tiers import superblock as sb
 from kvtierd.tiers.bodies import BODY_WORDS, Bodies
 from kvtierd.tiers.errors import FormatError
@@ -73,7 +74,7 @@ class HeaderFile(abc.ABC):
     def _read(self, offset: int, size: int) -> bytes: ...
 
     @abc.abstractmethod
-    def _write(self, offset: int, data: bytes) -> None: ...
+    def _write(self, offset: int, data: bytes | bytearray) -> None: ...
 
     @abc.abstractmethod
     def _reserve(self, slab: int, slots: int) -> None:
@@ -88,7 +89,7 @@ class HeaderFile(abc.ABC):
         """Store words; of a slot that is named twice the last one. Shapes: [n], [n]."""
 
     @abc.abstractmethod
-    def write_body(self, slot: int, body: bytes) -> None:
+    def write_body(self, slot: int, body: bytes | bytearray) -> None:
         """Store one sealed body of 128 bytes (`compose_one`)."""
 
     @abc.abstractmethod
@@ -171,8 +172,12 @@ class ArenaHeaders(HeaderFile):
     def _read(self, offset: int, size: int) -> bytes:
         return self._map[offset : offset + size]
 
-    def _write(self, offset: int, data: bytes) -> None:
+    def _write(self, offset: int, data: bytes | bytearray) -> None:
         self._map[offset : offset + len(data)] = data
+
+    def prefault(self) -> None:
+        """Have the kernel give every page now, so that no commit waits for one. Errors: OSError."""
+        self._map.madvise(memory.MADV_POPULATE_WRITE)
 
     def write_word(self, slot: int, value: int) -> None:
         """Store a word in the mapping."""
@@ -182,7 +187,7 @@ class ArenaHeaders(HeaderFile):
         """Store words in the mapping."""
         self.words[slots] = values
 
-    def write_body(self, slot: int, body: bytes) -> None:
+    def write_body(self, slot: int, body: bytes | bytearray) -> None:
         """Store one body in the mapping."""
         assert slot >= 0
         start = self._bodies_offset + slot * BODY_BYTES
@@ -231,7 +236,7 @@ class SpillHeaders(HeaderFile):
         _read_into(self.fd, memoryview(data), offset, self.name)
         return bytes(data)
 
-    def _write(self, offset: int, data: bytes) -> None:
+    def _write(self, offset: int, data: bytes | bytearray) -> None:
         _write_all(self.fd, memoryview(data), offset)
 
     def load_words(self) -> None:
@@ -250,7 +255,7 @@ class SpillHeaders(HeaderFile):
         """Write words to the file, one call per run; the mirror stays as it is."""
         self._write_runs(self._words_offset, WORD_BYTES, slots, values)
 
-    def write_body(self, slot: int, body: bytes) -> None:
+    def write_body(self, slot: int, body: bytes | bytearray) -> None:
         """Write one body to the file."""
         self._write(self._bodies_offset + slot * BODY_BYTES, body)
 

@@ -1,5 +1,7 @@
 """The connection as a pure state machine: bytes in, bytes out, no socket and no clock."""
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -113,7 +115,7 @@ def test_frames_may_arrive_in_any_pieces(cuts: list[int]) -> None:
     pendings = [cancel(protocol) for _ in range(4)]
     stream = b"".join(wire.frame(wire.Done(id_of(p), 1, 0, 1), encoder) for p in pendings)
     edges = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         protocol.receive(stream[start:end])
     assert [p.value(wire.Done).count for p in pendings] == [1, 1, 1, 1]
 
@@ -332,6 +334,10 @@ def test_unacknowledged_one_way_requests_are_repeated_and_numbered_anew() -> Non
 def test_pushes_wait_as_events_in_their_order() -> None:
     protocol = connected()
     protocol.events.clear()
-    pushes = [wire.Pressure(0, 1, 0, 1, 4096), wire.Revoke(0, 1, 0, 9), wire.Ready(0, 1, 0, 3, 1, 0)]
+    pushes = [
+        wire.Pressure(0, 1, 0, 1, 4096),
+        wire.Revoke(0, 1, 0, 9),
+        wire.Ready(0, 1, 0, 3, 1, 0),
+    ]
     hear(protocol, *pushes)
     assert list(protocol.events) == pushes

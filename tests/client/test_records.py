@@ -1,7 +1,6 @@
 """Every kind of record reaches the arena and comes back, or is refused with the reason."""
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,12 @@ SLOT, BLOCK = 8192, 4096
 
 
 @pytest.fixture
-def slots() -> Iterator[Slots]:
+def slots() -> Slots:
     fd = os.memfd_create("arena", os.MFD_CLOEXEC)
     os.ftruncate(fd, 8 * SLOT)
     arena = Arena(fd, b"a" * 16, 8 * SLOT)
     os.close(fd)
-    yield Slots(arena, np.array([2, 3, 6], np.uint64) * np.uint64(SLOT), BLOCK, SLOT)
+    return Slots(arena, np.array([2, 3, 6], np.uint64) * np.uint64(SLOT), BLOCK, SLOT)
 
 
 def numbered(dtype: Any) -> Any:

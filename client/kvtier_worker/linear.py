@@ -1,0 +1,28 @@
+"""A weight matrix that multiplies tiles, in the form that is fastest on few rows.
+
+On CPUs oneDNN's packed weights take about half the time of a plain GEMM at this shape.
+"""
+
+import torch
+from torch import Tensor
+
+from kvtier_worker.tile import TILE_ROWS
+
+
+class TileLinear:
+    """Multiplies one tile by a weight matrix. Shapes: [TILE_ROWS, in] to [TILE_ROWS, out]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Shapes: `weight` [out, in]."""
+        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, TILE_ROWS) if self._packed else weight
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """One GEMM at its one shape."""
+        assert x.shape[0] == TILE_ROWS
+        if not self._packed:
+            return torch.nn.functional.linear(x, self._weight)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        return result

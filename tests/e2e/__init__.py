@@ -1,0 +1,1 @@
+"""The real daemon with its real clients."""

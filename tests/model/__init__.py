@@ -1,0 +1,1 @@
+"""The core against a model: random histories on simulated media."""

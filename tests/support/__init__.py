@@ -1,0 +1,1 @@
+"""What tests of several kinds share: a real daemon, a raw client, client processes, waiting."""

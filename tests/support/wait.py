@@ -1,0 +1,21 @@
+"""Waiting for a condition with a deadline."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+DEADLINE_S = 20.0
+POLL_S = 0.005
+
+
+def until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+    """The condition's first true value. Errors: AssertionError at the deadline."""
+    pause = threading.Event()
+    end_s = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end_s, f"not within {deadline_s} s: {what}"
+        pause.wait(POLL_S)
+    return value
