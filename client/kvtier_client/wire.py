@@ -6,11 +6,12 @@ may grow at their end. Numbers of many blocks travel as packed little-endian arr
 this file is what the daemon and the client library share of it.
 """
 
-import hashlib
 import struct
 from typing import Final
 
 import msgspec
+
+from kvtier_client.layout import Layout as Layout
 
 PROTOCOL_VERSION: Final = 1
 FRAME_HEADER: Final = struct.Struct("<I")
@@ -31,49 +32,6 @@ U64 = bytes
 """Packed little-endian u64 values."""
 KEYS = bytes
 """Packed 16-byte content keys."""
-
-DTYPE_BYTES: Final = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3": 1,
-    "float8_e5m2": 1,
-    "uint8": 1,
-}
-
-
-class Layout(msgspec.Struct, array_like=True, frozen=True):
-    """The immutable description of a block; two layouts never mix.
-
-    `latent` is the width of an MLA latent (then `kv_heads` and `head_dim` are 0). A layout that
-    is `replicated` over its tensor-parallel ranks has rank 0 on every rank. `extra` names whatever
-    else changes the bytes (RoPE settings, quantisation, LoRA, revision).
-    """
-
-    model: str
-    dtype: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    block_tokens: int
-    block_bytes: int
-    latent: int = 0
-    group: int = 0
-    tp_rank: int = 0
-    tp_size: int = 1
-    replicated: bool = False
-    codec: str = "raw"
-    extra: str = ""
-
-    def fingerprint(self) -> bytes:
-        """16 bytes that differ when anything that changes the bytes of a block differs."""
-        return hashlib.sha256(b"kvtierd-layout-1" + msgspec.msgpack.encode(self)).digest()[:16]
-
-    def raw_block_bytes(self) -> int:
-        """Bytes of one uncoded block. Errors: KeyError for an unknown dtype."""
-        width = self.latent if self.latent else 2 * self.kv_heads * self.head_dim
-        return self.layers * width * self.block_tokens * DTYPE_BYTES[self.dtype]
-
 
 class HeldLease(msgspec.Struct, array_like=True, frozen=True):
     """A lease that a returning client still holds; `offsets` are the arena bytes of its slots."""

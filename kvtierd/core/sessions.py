@@ -12,6 +12,7 @@ from kvtier_client.errors import (
     UnknownBranch,
     UnknownSession,
 )  # fmt: skip
+from kvtier_client.layout import DTYPE_BYTES
 from kvtier_client.wire import (
     CACHED,
     DTYPE_BYTES,
