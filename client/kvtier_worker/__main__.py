@@ -54,7 +54,7 @@ def main() -> None:
 @click.option("--tokens", default=256, show_default=True, type=click.IntRange(2))
 @click.option(
     "--pressure",
-    default=4,
+    default=3,
     show_default=True,
     type=click.IntRange(2),
     help="The pool is the unpressured peak divided by this.",
@@ -204,7 +204,10 @@ def _load(model_path: str, threads: int) -> "LoadedModel":
 
 @contextmanager
 def _progress_bar(console: "Console", total_tokens: int) -> "Iterator[Progress]":
-    """A bar per policy, in tokens."""
+    """A bar per policy, in tokens; in a log, a line per tenth."""
+    if not console.is_terminal:
+        yield _progress_lines(console, total_tokens)
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
@@ -224,6 +227,18 @@ def _progress_bar(console: "Console", total_tokens: int) -> "Iterator[Progress]"
             bars.update(tasks[policy], completed=tokens)
 
         yield show
+
+
+def _progress_lines(console: "Console", total_tokens: int) -> "Progress":
+    tenths: dict[str, int] = {}
+
+    def show(policy: str, tokens: int) -> None:
+        tenth = 10 * tokens // total_tokens
+        if tenth > tenths.get(policy, 0):
+            tenths[policy] = tenth
+            console.print(f"{policy}: {tokens} of {total_tokens} tokens")
+
+    return show
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from kvtier_client.errors import (
 from kvtier_client.layout import DTYPE_BYTES
 from kvtier_client.wire import (
     CACHED,
-    DTYPE_BYTES,
     HELD,
     NO_NODE,
     TIER_DRAM,
