@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvtier_client import wire
+from kvtier_client import admin_wire, wire
 from kvtier_client.errors import Internal, KvtierError, NotOwner, ShuttingDown, SpillFull
 from kvtierd import config as configuration
 from kvtierd import systemd
@@ -69,11 +69,11 @@ class Daemon:
             act.LoadBlob: self._load_blob,
         }
         self._admin_verbs: dict[type, Callable[[Any], dict[str, object]]] = {
-            wire.Stats: lambda req: self.stats(),
-            wire.Sessions: lambda req: report.sessions(self.state.world, req.tenant),
-            wire.Tree: lambda req: report.tree(self.state.world, req.session),
-            wire.Evict: self._evict,
-            wire.Reload: lambda req: self.reload(),
+            admin_wire.Stats: lambda req: self.stats(),
+            admin_wire.Sessions: lambda req: report.sessions(self.state.world, req.tenant),
+            admin_wire.Tree: lambda req: report.tree(self.state.world, req.session),
+            admin_wire.Evict: self._evict,
+            admin_wire.Reload: lambda req: self.reload(),
         }
 
     # --------------------------------------------------------------- serve
@@ -457,7 +457,7 @@ class Daemon:
 
     # --------------------------------------------------------------- admin
 
-    def _evict(self, req: wire.Evict) -> dict[str, object]:
+    def _evict(self, req: admin_wire.Evict) -> dict[str, object]:
         tenant = self.state.world.tenants.get(req.tenant or self.config.tenants[0].name)
         if tenant is None:
             raise NotOwner(f"there is no tenant {req.tenant!r}")

@@ -25,10 +25,10 @@ from kvtier_client.errors import (
     ProtocolError,
     QuotaExceeded,
 )  # fmt: skip
+from kvtier_client.admin_wire import AdminRequest
 from kvtier_client.wire import (
     FRAME_HEADER,
     PROTOCOL_VERSION,
-    AdminRequest,
     ClientRequest,
     Error,
     Hello,

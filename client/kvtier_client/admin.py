@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from kvtier_client import wire
+from kvtier_client import admin_wire, wire
 from kvtier_client.errors import (
     ConnectionLost,
     InvalidArgument,
@@ -21,11 +21,11 @@ REPLY_LIMIT_BYTES: Final = 64 << 20
 DEFAULT_TIMEOUT_S: Final = 10.0
 
 VERBS: Final[dict[str, type[wire.Request]]] = {
-    "stats": wire.Stats,
-    "sessions": wire.Sessions,
-    "tree": wire.Tree,
-    "evict": wire.Evict,
-    "reload": wire.Reload,
+    "stats": admin_wire.Stats,
+    "sessions": admin_wire.Sessions,
+    "tree": admin_wire.Tree,
+    "evict": admin_wire.Evict,
+    "reload": admin_wire.Reload,
 }
 
 

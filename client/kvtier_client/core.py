@@ -124,9 +124,15 @@ class Core:
             return self.protocol.submit(request, lease, oneway=True, lazily=lazily)
 
     def abandon(self, pending: Pending) -> None:
-        """Nobody waits for `pending` any more."""
+        """Nobody waits for `pending` any more; what it was granted is given back."""
         with self.lock:
-            self.protocol.abandon(pending)
+            if not pending.done:
+                self.protocol.abandon(pending)
+            elif isinstance(pending.reply, wire.Granted) and pending.reply.lease:
+                lease = pending.reply.lease
+                held = self.protocol.held.pop(lease, None)
+                if held is not None:
+                    self.send(wire.Abort if held.write else wire.Release, lease)
 
     def check_process(self) -> None:
         """Errors: ConnectionLost in a forked child, which has neither socket nor mapping."""

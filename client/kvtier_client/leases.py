@@ -100,7 +100,7 @@ class Lease:
         self.closed = self.lost = self.revoked = self.failed = False
         self.aborted = self.renewing = self.retired = self.copying = False
         self.renewed(asked_s, granted.ttl_s)
-        core.protocol.held[self.id] = wire.HeldLease(self.id, write, granted.offsets)
+        self.lost = self.id not in core.protocol.held  # in a restart just after its grant
 
     # ---------------------------------------------------------------- its life
 

@@ -120,6 +120,7 @@ class Protocol:
         self.sessions: dict[int, bytes] = {}
         self.layouts: dict[bytes, wire.Layout] = {}
         self.held: dict[int, wire.HeldLease] = {}
+        """Granted leases, from their grant on until their owner lets go; HELLO lists them."""
         self.late_replies = 0
         self.urgent = False
         """Whether something is to be sent that should not wait for company."""
@@ -277,6 +278,12 @@ class Protocol:
         self._inbox = data[start:] if start < end else b""
 
     def _dispatch(self, reply: wire.Reply) -> None:
+        plain = type(reply) is wire.Granted or type(reply) is wire.Done
+        if plain and self.phase is Phase.READY and reply.boot == self.boot:
+            self._settle(reply.id, reply, None)  # what nearly all replies are, without detours
+            if self._unacked and reply.acked:
+                self._acknowledge(reply.acked)
+            return
         if self.phase is Phase.GREETING:
             self._greeted(reply)
             return
@@ -309,6 +316,9 @@ class Protocol:
                 self._unacked.remove(pending)
             return
         del self._unsettled[id]
+        if type(reply) is wire.Granted and reply.lease:
+            write = isinstance(pending.request, wire.Reserve | wire.ReserveKeys)
+            self.held[reply.lease] = wire.HeldLease(reply.lease, write, reply.offsets)
         if pending.number:
             if pending in self._unacked:
                 self._unacked.remove(pending)

@@ -4,7 +4,6 @@ While one window is copied the next one is already asked for. No window is waite
 another is held uncommitted, so two half-finished copies can never wait for each other.
 """
 
-import contextlib
 import itertools
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from kvtier_client import wire
 from kvtier_client.arena import pack_u32
 from kvtier_client.core import Core
-from kvtier_client.effects import Op, Run, check_window, patiently, reply_of
+from kvtier_client.effects import Op, Run, Wait, check_window, patiently, reply_of
 from kvtier_client.errors import (
     CapacityError,
     ChecksumMismatch,
@@ -30,9 +29,18 @@ from kvtier_client.ops import (
     reserve,
     session_layout,
 )
-from kvtier_client.pool import SlotPool, pool_blocks
+from kvtier_client.pool import SlotPool
 from kvtier_client.protocol import Pending
 from kvtier_client.records import Copier, Records, copier
+from kvtier_client.single import (
+    LAZY_RELEASE_BYTES,
+    UNSETTLED_LIMIT,
+    Single,
+    in_one,
+    out_one,
+    plain_row,
+    pool_of,
+)
 
 WINDOW_BYTES: Final = 256 << 20
 """Most bytes that one window of a copy leases."""
@@ -40,10 +48,6 @@ WINDOW_ARENA_SHARE: Final = 4
 """A window leases at most this fraction (1/4) of the arena, as the next one is asked for too."""
 WINDOW_ATTEMPTS: Final = 8
 """How often a window is copied again because its lease was lost on the way."""
-LAZY_RELEASE_BYTES: Final = 2 << 20
-"""The release of so little may wait for the next request, unless the arena is under pressure."""
-UNSETTLED_LIMIT: Final = 256
-"""Requests without answer or acknowledgement above which `ack=False` waits for them first."""
 
 
 def window_blocks(core: Core, layout: RegisteredLayout) -> int:
@@ -51,20 +55,6 @@ def window_blocks(core: Core, layout: RegisteredLayout) -> int:
     assert core.arena is not None
     most_bytes = min(WINDOW_BYTES, core.arena.size_bytes // WINDOW_ARENA_SHARE)
     return max(1, min(core.limits().blocks_per_request, most_bytes // layout.slot_bytes))
-
-
-def pool_of(core: Core, layout: RegisteredLayout) -> SlotPool | None:
-    """The pool of pre-granted slots for a layout, or None where slots are too large for one."""
-    pool = core.pools.get(layout.fingerprint)
-    if pool is None:
-        assert core.arena is not None
-        limit = core.limits().blocks_per_request
-        blocks = pool_blocks(layout.slot_bytes, core.arena.size_bytes, limit)
-        if blocks < 2:
-            return None
-        with core.lock:
-            pool = core.pools.setdefault(layout.fingerprint, SlotPool(layout, blocks))
-    return pool
 
 
 def rising(pages: bytes) -> bool:
@@ -147,6 +137,12 @@ def swap_out(
     """Store records as pages of a node; see `Session.swap_out`."""
     core = session.core
     known = yield from session_layout(session, layout)
+    if type(pages) is int and type(valid) is int and draw is None:
+        row = plain_row(core, known, records)
+        if row is not None:
+            single = Single(session, known, node, pages, row)
+            if (yield from out_one(single, valid, retention, ack)):
+                return
     n, packed = page_numbers(pages)
     job = OutJob(session, known, n, packed, pack_u32(valid, "valid", n))
     if n == 0:
@@ -184,8 +180,8 @@ def _out_pooled(job: OutJob, pool: SlotPool) -> Op[bool]:
     if taken is None:
         if refill is None:
             return False
-        with contextlib.suppress(CapacityError, LeaseExpired):
-            yield from reply_of(core, refill, wire.Granted)
+        if not refill.done:
+            yield Wait((refill,), core.deadline_s)  # stays the pool's, whatever becomes of us
         with core.lock:
             pool.filled(core, refill)
             taken = pool.take(core, job.n)
@@ -217,14 +213,8 @@ class Ask:
         self.pending = core.send(request, core.next_lease(), *fields)
 
     def drop(self, core: Core) -> None:
-        """It is not needed: give it back, now or when the grant comes."""
-        with core.lock:
-            reply, request = self.pending.reply, self.pending.request
-            if not self.pending.done:
-                core.protocol.abandon(self.pending)
-            elif isinstance(reply, wire.Granted):
-                write = isinstance(request, wire.Reserve)
-                core.send(wire.Abort if write else wire.Release, reply.lease)
+        """It is not needed: it is given back, now or when the grant comes."""
+        core.abandon(self.pending)
 
 
 def _out_ask(job: OutJob, i: int, j: int) -> Ask:
@@ -353,6 +343,12 @@ def swap_in(
     """Bring pages of a branch back; see `Session.swap_in`."""
     core = session.core
     known = yield from session_layout(session, layout)
+    if type(pages) is int:
+        row = plain_row(core, known, records)
+        if row is not None and row.flags.writeable:
+            tokens = yield from in_one(Single(session, known, node, pages, row), wait_s)
+            if tokens is not None:
+                return np.array([tokens], np.uint32)
     n, packed = page_numbers(pages)
     job = InJob(session, known, node, core.now_s() + wait_s)
     job.valid = np.empty(n, np.uint32)

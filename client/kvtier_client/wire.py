@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from kvtier_client.layout import Layout as Layout
+from kvtier_client.layout import Layout as Layout  # noqa: PLC0414  (part of the wire)
 
 PROTOCOL_VERSION: Final = 1
 FRAME_HEADER: Final = struct.Struct("<I")
@@ -26,12 +26,10 @@ TIER_DRAM: Final = 1
 TIER_NVME: Final = 2
 TIER_LOST: Final = 255
 
-U32 = bytes
-"""Packed little-endian u32 values."""
-U64 = bytes
-"""Packed little-endian u64 values."""
-KEYS = bytes
-"""Packed 16-byte content keys."""
+U32 = bytes  # packed little-endian u32 values
+U64 = bytes  # packed little-endian u64 values
+KEYS = bytes  # packed 16-byte content keys
+
 
 class HeldLease(msgspec.Struct, array_like=True, frozen=True):
     """A lease that a returning client still holds; `offsets` are the arena bytes of its slots."""
@@ -93,6 +91,8 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class RegisterLayout(Request, frozen=True, tag="register_layout"):
+    """Make a layout known to the tenant."""
+
     layout: Layout
 
 
@@ -106,14 +106,20 @@ class OpenSession(Request, frozen=True, tag="open_session"):
 
 
 class ResumeSession(Request, frozen=True, tag="resume_session"):
+    """Open a session again by its token, in this or an earlier life of the daemon."""
+
     token: bytes
 
 
 class CloseSession(Request, frozen=True, tag="close_session"):
+    """End a session and everything it holds."""
+
     session: int
 
 
 class Describe(Request, frozen=True, tag="describe"):
+    """Ask what is stored of a session."""
+
     session: int
 
 
@@ -135,12 +141,16 @@ class Prune(Request, frozen=True, tag="prune"):
 
 
 class SetRetention(Request, frozen=True, tag="set_retention"):
+    """Make the stored blocks of a node, or of all (`NO_NODE`), HELD or CACHED."""
+
     session: int
     node: int
     retention: int
 
 
 class SetPriority(Request, frozen=True, tag="set_priority"):
+    """Blocks of sessions of low priority (0..255) leave DRAM first."""
+
     session: int
     priority: int
 
@@ -156,6 +166,8 @@ class PutBlob(Request, frozen=True, tag="put_blob"):
 
 
 class GetBlob(Request, frozen=True, tag="get_blob"):
+    """Read a node's blob, or the session's own (`NO_NODE`)."""
+
     session: int
     node: int
 
@@ -214,6 +226,8 @@ class Acquire(Request, frozen=True, tag="acquire"):
 
 
 class Renew(Request, frozen=True, tag="renew"):
+    """Give a lease `ttl_s` more from now."""
+
     lease: int
     ttl_s: float
 
@@ -226,6 +240,8 @@ class Release(Request, frozen=True, tag="release"):
 
 
 class Prefetch(Request, frozen=True, tag="prefetch"):
+    """Bring pages to DRAM without a lease; a `Ready` push with `ticket` says how it ended."""
+
     ticket: int
     session: int
     node: int
@@ -237,6 +253,8 @@ class Prefetch(Request, frozen=True, tag="prefetch"):
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
+    """Forget a prefetch."""
+
     ticket: int
 
 
@@ -291,6 +309,8 @@ class Hold(Request, frozen=True, tag="hold"):
 
 
 class Unhold(Request, frozen=True, tag="unhold"):
+    """Let go of keys that a session holds."""
+
     session: int
     layout: bytes
     keys: KEYS
@@ -309,39 +329,6 @@ ClientRequest = (
     | Release | Prefetch | Cancel | Lookup | ReserveKeys | CommitKeys | AcquireKeys | Hold | Unhold
     | Remove
 )  # fmt: skip
-
-
-# ------------------------------------------------------- admin socket requests
-
-
-class Stats(Request, frozen=True, tag="stats"):
-    """Counters and gauges of the whole daemon."""
-
-
-class Sessions(Request, frozen=True, tag="sessions"):
-    """One line per session; `tenant` empty means all."""
-
-    tenant: str = ""
-
-
-class Tree(Request, frozen=True, tag="tree"):
-    """The nodes of one session, by its id in hex or its name."""
-
-    session: str
-
-
-class Evict(Request, frozen=True, tag="evict"):
-    """Move up to `blocks` blocks of a tenant out of DRAM (0 = all that can move)."""
-
-    tenant: str
-    blocks: int = 0
-
-
-class Reload(Request, frozen=True, tag="reload"):
-    """Read the configuration again, as SIGHUP does."""
-
-
-AdminRequest = Stats | Sessions | Tree | Evict | Reload
 
 
 # ----------------------------------------------------------------- replies
@@ -375,12 +362,16 @@ class Welcome(Reply, frozen=True, tag="welcome"):
 
 
 class LayoutRegistered(Reply, frozen=True, tag="layout_registered"):
+    """The layout is known; its blocks lie in slots of `slot_bytes`."""
+
     fingerprint: bytes
     block_bytes: int
     slot_bytes: int
 
 
 class SessionReply(Reply, frozen=True, tag="session"):
+    """A session and what is stored of it."""
+
     session: int
     created: bool
     priority: int
@@ -441,7 +432,6 @@ class Error(Reply, frozen=True, tag="error"):
 
 
 AnyReply = Welcome | LayoutRegistered | SessionReply | Done | Granted | Hits | Blob | Report | Error
-
 
 # ------------------------------------------------------------------ pushes
 

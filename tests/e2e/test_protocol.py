@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import raw
 from tests.support.daemon import DaemonProcess
+from tests.support.fixtures import MakeDaemon
 from tests.support.raw import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
@@ -39,6 +40,12 @@ def keys(*numbers: int) -> bytes:
 
 def node_of(reply: list, node: int = 0) -> list:
     return next(each for each in reply[8] if each[NODE] == node)
+
+
+@pytest.fixture
+def daemon(shared_daemon: DaemonProcess) -> DaemonProcess:
+    """One daemon for the file: every test cleans up behind its client."""
+    return shared_daemon
 
 
 @pytest.fixture
@@ -512,8 +519,8 @@ def test_keys_are_whole(client: RawClient, session: int, packed: bytes) -> None:
 # ----------------------------------------------------------------- limits
 
 
-def test_too_much_at_once_is_refused_with_its_limit(daemon: DaemonProcess) -> None:
-    daemon.kill()
+def test_too_much_at_once_is_refused_with_its_limit(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon()
     daemon.sections["limits"] |= {
         "leases_per_group": 2, "requests_in_flight": 2, "nodes_per_session": 2, "groups": 1,
         "sessions_per_tenant": 1, "blocks_per_request": 200, "connections": 2,
@@ -545,7 +552,7 @@ def test_a_full_arena_is_told_or_waited_for(daemon: DaemonProcess, client: RawCl
     assert client.reply(waiting)[0] == "granted"
 
 
-def test_full_tiers_are_told(make_daemon) -> None:
+def test_full_tiers_are_told(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon(spill={"capacity_bytes": 4 << 20}).start()
     with daemon.client() as client:
         session = client.open(LAYOUT)
@@ -586,7 +593,13 @@ def test_the_admin_socket_answers(daemon: DaemonProcess, client: RawClient, sess
 # ---------------------------------------------------------------- restart
 
 
-def test_a_client_goes_on_after_a_restart(daemon: DaemonProcess, client: RawClient) -> None:
+def test_a_client_goes_on_after_a_restart(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon().start()
+    with daemon.client() as client:
+        go_on_after_a_restart(daemon, client)
+
+
+def go_on_after_a_restart(daemon: DaemonProcess, client: RawClient) -> None:
     token = os.urandom(16)
     session = client.open(LAYOUT, token)
     client.swap_out(KNOWN, session, 0, {0: 1, 1: 2})

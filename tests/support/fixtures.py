@@ -36,8 +36,21 @@ def daemon(make_daemon: MakeDaemon) -> DaemonProcess:
     return make_daemon().start()
 
 
+@pytest.fixture(scope="module")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A running daemon for a whole file of tests that leave nothing in it."""
+    daemon = DaemonProcess(tmp_path_factory.mktemp("d"))
+    try:
+        yield daemon.start()
+    finally:
+        daemon.end()
+    daemon.assert_no_faults()
+
+
 @pytest.fixture
 def client(daemon: DaemonProcess) -> Iterator[RawClient]:
     """A client of it that has said HELLO."""
     with daemon.client() as client:
         yield client
+        if daemon.process is not None:
+            client.clean()

@@ -81,6 +81,8 @@ class RawClient:
         self.arena_fd = -1
         self.pushes: list[list[Any]] = []
         self.welcome: list[Any] = []
+        self.granted: set[int] = set()
+        self.sessions: set[int] = set()
         self._replies: dict[int, list[Any]] = {}
         self._next_id = 0
         self._leases = 0
@@ -153,8 +155,20 @@ class RawClient:
     def _sort(self, message: list[Any]) -> None:
         if message[0] in PUSHES:
             self.pushes.append(message)
-        else:
-            self._replies[message[1]] = message
+            return
+        self._replies[message[1]] = message
+        if message[0] == "granted":
+            self.granted.add(message[4])
+        elif message[0] == "session":
+            self.sessions.add(message[4])
+
+    def clean(self) -> None:
+        """Give back every lease and close every session that this client has ever had."""
+        for lease in self.granted - {0}:
+            self.call("abort", lease)
+            self.call("release", lease)
+        for session in self.sessions:
+            self.call("close_session", session)
 
     def call(self, verb: str, *fields: Any) -> list[Any]:
         return self.reply(self.send(verb, *fields))

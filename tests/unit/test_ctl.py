@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from kvtier_client import wire
+from kvtier_client import admin_wire, wire
 from kvtier_client.errors import BY_CODE, KvtierError, UnknownSession
 from kvtierd import metrics
 from kvtierd.ctl.main import SOCKET_VARIABLE, main
@@ -78,9 +78,9 @@ TREE: dict[str, Any] = {
     "nodes": [node(7, 5, 96), node(0, wire.NO_NODE, 0), node(3, 0, 64), node(5, 0, 32)],
 }
 REPORTS: dict[type[wire.Request], dict[str, Any]] = {
-    wire.Stats: STATS,
-    wire.Sessions: SESSIONS,
-    wire.Tree: TREE,
+    admin_wire.Stats: STATS,
+    admin_wire.Sessions: SESSIONS,
+    admin_wire.Tree: TREE,
 }
 
 
@@ -111,7 +111,7 @@ class Daemon:
 
     def _answer_all(self, peer: socket.socket) -> None:
         stream = peer.makefile("rb")
-        decoder = msgspec.msgpack.Decoder(wire.AdminRequest)
+        decoder = msgspec.msgpack.Decoder(admin_wire.AdminRequest)
         while header := stream.read(4):
             length = int.from_bytes(header, "little")
             if not length:
@@ -189,7 +189,7 @@ def test_status_is_one_line_of_the_daemon_and_one_per_tenant(daemon: Daemon) -> 
 
 
 def test_status_of_an_unwell_daemon_says_why_and_fails(daemon: Daemon) -> None:
-    daemon.reports[wire.Stats] = STATS | {
+    daemon.reports[admin_wire.Stats] = STATS | {
         "health": {"ok": False, "reasons": ["spill: /nvme/a: EIO"]}
     }
     result = ask(daemon, "status")
@@ -207,7 +207,7 @@ def test_tiers_shows_every_directory_and_the_sum(daemon: Daemon) -> None:
 def test_sessions_are_those_of_the_tenant_asked_for_the_longest_idle_last(daemon: Daemon) -> None:
     lines = ask(daemon, "sessions", "--tenant", "research").stdout.splitlines()
     [request] = daemon.asked
-    assert isinstance(request, wire.Sessions) and request.tenant == "research"
+    assert isinstance(request, admin_wire.Sessions) and request.tenant == "research"
     assert [line.split()[0] for line in lines[1:]] == ["00000000000000aa", "00000000000000ff"]
     assert lines[2].endswith("1h 1m")
 
@@ -222,7 +222,7 @@ def test_a_tree_shows_every_node_below_its_parent(daemon: Daemon) -> None:
 
 
 def test_a_tree_whose_root_is_missing_is_shown_all_the_same(daemon: Daemon) -> None:
-    daemon.reports[wire.Tree] = TREE | {"nodes": [node(7, 5, 96), node(3, 0, 64)]}
+    daemon.reports[admin_wire.Tree] = TREE | {"nodes": [node(7, 5, 96), node(3, 0, 64)]}
     assert len(ask(daemon, "tree", "proof").stdout.splitlines()) == 4
 
 
@@ -308,7 +308,7 @@ def test_an_error_can_be_had_as_json(daemon: Daemon) -> None:
 @pytest.mark.parametrize("command", ["status", "tiers", "sessions", "tree"])
 def test_a_report_of_another_version_is_a_protocol_error(daemon: Daemon, command: str) -> None:
     daemon.reports = {
-        wire.Stats: {"tenants": {}}, wire.Sessions: {}, wire.Tree: {"nodes": [], "name": ""},
+        admin_wire.Stats: {"tenants": {}}, admin_wire.Sessions: {}, admin_wire.Tree: {"nodes": [], "name": ""},
     }  # fmt: skip
     result = ask(daemon, command, *(["s"] if command == "tree" else []))
     assert result.exit_code == 13

@@ -1,0 +1,139 @@
+"""Rules of writers: reserve, write, commit, abort; swap_out does it all at once."""
+
+IMPORTS
+
+
+class WriteRules(Base):
+    """Rules of writers: reserve, write, commit, abort; swap_out does it all at once."""
+
+    @rule(w=small, which=st.integers(0, 2), n=st.integers(0, 8), ahead=st.integers(0, 4),
+          draw=st.integers(0, 5), wait_s=st.sampled_from([0.0, 5.0]))  # fmt: skip
+    def reserve(self, w: int, which: int, n: int, ahead: int, draw: int, wait_s: float) -> None:
+        worker = self.worker(w)
+        if worker is None or n + ahead == 0:
+            return
+        promising = [x for x in worker.writes.values() if x.promise and x.layout == which]
+        source = self.pick(promising, draw) if draw < 3 else None
+        counter = worker.sim.counter()
+        request = worker.sim.send(
+            wire.Reserve, counter, PRINTS[which], n, ahead, source.id if source else 0, wait_s
+        )
+        wait = Waiting(request, "write", which, counter, ahead=ahead, drawn=source)
+        self.begin_wait(worker, wait, patient=wait_s > 0)
+
+    def begin_wait(self, worker: Worker, wait: Waiting, patient: bool) -> None:
+        worker.waits.append(wait)
+        self.collect()
+        assert patient or wait.kind == "read" or wait not in worker.waits
+
+    @rule(w=small, lease=small, index=small)
+    def write(self, w: int, lease: int, index: int) -> None:
+        """A copy of a writer lands; also after its lease ran out, while it is disconnected."""
+        worker = self.workers[w % len(self.workers)]
+        chosen = self.pick(worker.writes.values(), lease)
+        if chosen is not None and chosen.open:
+            at = self.pick(chosen.open, index)
+            chosen.open[at] = self.fresh_value()
+            worker.sim.write(chosen.offsets[at], self.pages(chosen.layout), chosen.open[at])
+
+    @rule(w=small, lease=small, s=few, n=small, first=st.integers(0, 6), count=st.integers(1, 6),
+          last=st.integers(1, TOKENS), held=st.booleans(), oneway=st.booleans(),
+          twice=st.booleans())  # fmt: skip
+    def commit(
+        self, w: int, lease: int, s: int, n: int, first: int, count: int, last: int, held: bool,
+        oneway: bool, twice: bool,
+    ) -> None:  # fmt: skip
+        worker = self.worker(w)
+        session = worker and self.open_session(worker, s)
+        chosen = worker and self.pick([x for x in worker.writes.values() if not x.keys], lease)
+        if not worker or not session or not chosen or not chosen.open:
+            return
+        node = self.pick(session.nodes.values(), n)
+        index = list(chosen.open)[:count]
+        pages = [node.start + first + i for i in range(len(index))]
+        for at in index:
+            if chosen.open[at] <= 1000 or self.used_elsewhere(worker, chosen, at):
+                chosen.open[at] = self.fresh_value()
+                worker.sim.write(chosen.offsets[at], self.pages(chosen.layout), chosen.open[at])
+        valid = [TOKENS] * (len(index) - 1) + [last]
+        args = (chosen.id, session.id, node.id, pack(*index), pack(*pages), pack(*valid),
+                wire.HELD if held else wire.CACHED)  # fmt: skip
+        before = white_box.stored(self.host, session)
+        reply = worker.sim.ask(wire.Commit, *args)
+        if self.commit_failed(reply, session, node, chosen):
+            return
+        if twice:
+            repeat = worker.sim.ask(wire.Commit, *args)
+            assert isinstance(repeat, wire.Done), repeat
+            assert repeat.count == reply.count
+        if not chosen.expired:
+            part = session.layouts.index(chosen.layout)
+            for at, page, tokens in zip(index, pages, valid, strict=True):
+                new = Block(chosen.open.pop(at), tokens, held)
+                known = (node.id, part, page) in before
+                self.put(session, node, part, page, new, known)
+            if not chosen.open and not chosen.promise:
+                del worker.writes[chosen.id]
+
+    def used_elsewhere(self, worker: Worker, lease: Writing, at: int) -> bool:
+        """Whether the slot still holds bytes that were committed before it was leased."""
+        payload = self.host.arenas[worker.tenant].payload
+        first = lease.offsets[at] // 4096
+        part = payload[first : first + self.pages(lease.layout)]
+        return not (part == lease.open[at]).all() or lease.open[at] in self.committed()
+
+    def committed(self) -> set[int]:
+        values = {
+            block.value
+            for session in self.sessions.values()
+            for node in session.nodes.values()
+            for pages in node.pages
+            for block in pages.values()
+        }
+        return values.union(*self.keys.values())
+
+    def commit_failed(self, reply: Any, session: Session, node: Node, lease: Writing) -> bool:
+        if lease.expired:
+            return True if isinstance(reply, wire.Done) else self.failed(
+                reply, errors.LeaseExpired.code, errors.UnknownBranch.code,
+                errors.LayoutMismatch.code,
+            )  # fmt: skip
+        if lease.layout not in session.layouts:
+            assert self.failed(reply, errors.LayoutMismatch.code)
+        elif node.ended:
+            assert self.failed(reply, errors.UnknownBranch.code)
+        else:
+            assert isinstance(reply, wire.Done), reply
+            return False
+        return True
+
+    def put(
+        self, session: Session, node: Node, part: int, page: int, new: Block, known: bool
+    ) -> None:
+        """A block was committed: the longer one of two has the name, HELD beats CACHED."""
+        old = node.pages[part].get(page)
+        if old is None or not known:
+            node.pages[part][page] = new
+            return
+        actual = white_box.value(self.host, session, node.id, part, page)
+        replaces = new.valid > old.valid or (
+            new.held and not old.held and new.valid >= old.valid
+        )
+        if old.value in self.hurt and actual == new.value:
+            replaces = True
+        assert actual in ((new.value,) if replaces else (old.value, None)), (actual, old, new)
+        if replaces:
+            node.pages[part][page] = new
+
+    @rule(w=small, lease=small, twice=st.booleans())
+    def abort(self, w: int, lease: int, twice: bool) -> None:
+        worker = self.worker(w)
+        chosen = worker and self.pick(worker.writes.values(), lease)
+        if not worker or not chosen:
+            return
+        del worker.writes[chosen.id]
+        for i in range(1 + twice):
+            reply = worker.sim.ask(wire.Abort, chosen.id)
+            assert isinstance(reply, wire.Done) or (
+                chosen.expired and self.failed(reply, errors.LeaseExpired.code)
+            ), (i, reply)
