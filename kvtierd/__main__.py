@@ -30,7 +30,7 @@ def _run(config: Config, path: str | None, *, discard_dram: bool, ephemeral: boo
     try:
         parts = start(config, discard_dram=discard_dram)
     except StartError as error:
-        print(f"kvtierd: {error}", file=sys.stderr)
+        click.echo(f"kvtierd: {error}", err=True)
         return EXIT_START
     gc.freeze()  # what the start has made stays; collections need not look at it
     gc.set_threshold(*GC_THRESHOLDS)
@@ -57,7 +57,7 @@ def main(path: str | None, ephemeral: bool, discard_dram: bool) -> None:
             click.echo(f"socket: {config.socket.client_path}", err=True)
         code = _run(config, path, discard_dram=discard_dram, ephemeral=ephemeral)
     except ConfigError as error:
-        print(f"kvtierd: {error}", file=sys.stderr)
+        click.echo(f"kvtierd: {error}", err=True)
         code = error.exit_code
     finally:
         if directory:

@@ -13,30 +13,29 @@ from typing import Any, Final
 
 import msgspec
 
-from kvtier_client import admin_wire, wire
+from kvtier_client import wire
 from kvtier_client.errors import Internal, KvtierError, NotOwner, ShuttingDown, SpillFull
+from kvtierd import __version__, systemd
 from kvtierd import config as configuration
-from kvtierd import systemd
 from kvtierd.catalog.errors import CatalogError, CatalogFull
 from kvtierd.catalog.rows import BlobRecord, ForgetSession, Op, SaveIdle
 from kvtierd.catalog.writer import CatalogWriter
 from kvtierd.config import Config, ConfigError
 from kvtierd.core import actions as act
-from kvtierd.core import report
 from kvtierd.core.leases import Member, Peer
-from kvtierd.core.tenant import Tenant
 from kvtierd.mover import Mover
+from kvtierd.operator import Operator
 from kvtierd.oplog import op_of
 from kvtierd.restore import process_start_time
 from kvtierd.server import Connection, Credentials, Listener, ProcessWatch, open_pidfd
-from kvtierd.start import Parts, core_limits, tenants_of_uids
-from kvtierd.tiers.holder import KeeperError
+from kvtierd.start import Parts, core_limits, kept_fds, tenants_of_uids
+from kvtierd.tiers.holder import KeeperError, open_keeper
 from kvtierd.tiers.records import ClientRecord, SlabEntry
 
-VERSION: Final = "0.1.0"
 TICK_S: Final = 0.05
 SAVE_IDLE_S: Final = 30.0
 EVENTS_MAX: Final = 1000
+KEEPER_RETRY_S: Final = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +51,12 @@ class Daemon:
         self.state = parts.state
         self.boot = parts.state.world.boot
         self._keep_memory = keep_memory
-        self._catalog = CatalogWriter(parts.catalog)
-        self._unsaved: list[Op] = []
+        self.catalog = CatalogWriter(parts.catalog)
+        self.unsaved: list[Op] = []
         self._events: collections.deque[dict[str, object]] = collections.deque(maxlen=EVENTS_MAX)
-        self._faults = 0
+        self.faults = 0
         self._stopping = False
-        self._began_s = time.time()
+        self.began_s = time.time()
         self._stop = asyncio.Event()
         self._watch = ProcessWatch()
         self._listeners: list[Listener] = []
@@ -68,13 +67,6 @@ class Daemon:
             act.RecordMember: self._record_member,
             act.LoadBlob: self._load_blob,
         }
-        self._admin_verbs: dict[type, Callable[[Any], dict[str, object]]] = {
-            admin_wire.Stats: lambda req: self.stats(),
-            admin_wire.Sessions: lambda req: report.sessions(self.state.world, req.tenant),
-            admin_wire.Tree: lambda req: report.tree(self.state.world, req.session),
-            admin_wire.Evict: self._evict,
-            admin_wire.Reload: lambda req: self.reload(),
-        }
 
     # --------------------------------------------------------------- serve
 
@@ -83,7 +75,9 @@ class Daemon:
         loop = self._loop = asyncio.get_running_loop()
         self.mover = Mover(self.state, self.parts.spill, self.parts.arenas, loop, self.perform)
         self._do |= self.mover.handlers
-        self._catalog.start()
+        self.operator = Operator(self)
+        self._watch_keeper()
+        self.catalog.start()
         self.state.tick(loop.time())
         for member in self.parts.watched:
             self._watch_recovered(member)
@@ -118,14 +112,14 @@ class Daemon:
                 self.state.tick(now_s)
             except Exception:
                 log.exception("a tick failed")
-                self._faults += 1
+                self.faults += 1
             self.perform()
             for listener in self._listeners:
                 listener.close_partial(now_s)
             if now_s >= next_save_s:
                 next_save_s = now_s + SAVE_IDLE_S
                 self._save_idle(now_s)
-            elif self._unsaved:
+            elif self.unsaved:
                 self._save([], None)
 
     def _save_idle(self, now_s: float) -> None:
@@ -156,7 +150,7 @@ class Daemon:
         self._save_idle(self._loop.time())
         self._watch.close()
         spill = await asyncio.to_thread(self.parts.spill.close, 0.3 * left_s)
-        catalog = await asyncio.to_thread(self._catalog.close, 0.3 * left_s)
+        catalog = await asyncio.to_thread(self.catalog.close, 0.3 * left_s)
         if not (spill and catalog):
             log.error("stopped before all was written: spill %s, catalog %s", spill, catalog)
         self._let_go()
@@ -180,14 +174,38 @@ class Daemon:
             if left:
                 log.error("tenant %s: %d blocks are only in memory and end here", tenant.name, left)
 
+    def _watch_keeper(self) -> None:
+        """Put the arenas again when their keeper (a process of its own) ends before us."""
+        fd = self.parts.keeper.fileno()
+        if fd is not None:
+            self._loop.add_reader(fd, self._keeper_ended, fd)
+
+    def _keeper_ended(self, fd: int) -> None:
+        self._loop.remove_reader(fd)
+        parts = self.parts
+        try:
+            parts.keeper.close()
+            parts.keeper = open_keeper(self.config.recovery.memory, self.config.runtime_dir)
+            for arena in parts.arenas.values():
+                for name, memfd in kept_fds(arena).items():
+                    parts.keeper.put(name, memfd)
+        except KeeperError as error:
+            log.error("the arenas would not outlive this process: %s", error)
+            self._loop.call_later(KEEPER_RETRY_S, self._keeper_ended, fd)
+            return
+        log.warning("the keeper of the arenas had ended; another one has them now")
+        self._watch_keeper()
+
     def _let_go(self) -> None:
         keeper = self.parts.keeper
+        fd = keeper.fileno()
+        if fd is not None:
+            self._loop.remove_reader(fd)
         for arena in self.parts.arenas.values():
             if not self._keep_memory:
-                number = arena.headers.superblock.tenant
-                for what in ("payload", "headers"):
+                for name in kept_fds(arena):
                     with contextlib.suppress(KeeperError):
-                        keeper.drop(f"{number:08x}-{what}")
+                        keeper.drop(name)
             arena.close()
         keeper.close()
         self.parts.close_locks()
@@ -254,7 +272,7 @@ class Daemon:
         self.perform()
         limits = self.limits
         welcome = wire.Welcome(
-            hello.id, self.boot, 0, wire.PROTOCOL_VERSION, f"kvtierd {VERSION}",
+            hello.id, self.boot, 0, wire.PROTOCOL_VERSION, f"kvtierd {__version__}",
             self.parts.instance, tenant.name, peer.member.index, arena.arena_id,
             arena.headers.geometry.payload_bytes, self.config.integrity,
             wire.Limits(
@@ -279,7 +297,7 @@ class Daemon:
             reply = self.state.handle(conn.peer, req, self._loop.time())
         except Exception:
             log.exception("request %s failed", type(req).__name__)
-            self._faults += 1
+            self.faults += 1
             reply = self.state.error(
                 conn.peer, req.id, Internal("a fault in the daemon; its log has the trace")
             )
@@ -305,7 +323,7 @@ class Daemon:
         """Carry out an operator's request."""
         self.state.world.now_s = self._loop.time()
         try:
-            data = self._admin_verbs[type(req)](req)
+            data = self.operator.answer(req)
         except KvtierError as error:
             return conn.error(req.id, error)
         except ConfigError as error:
@@ -347,22 +365,20 @@ class Daemon:
                         ops.append(op_of(action))
                 except Exception:  # those behind it must not be lost with it
                     log.exception("action %s failed", type(action).__name__)
-                    self._faults += 1
+                    self.faults += 1
         return ops
 
-    def _save(
-        self, ops: list[Op], done: Callable[[CatalogError | None], None] | None
-    ) -> None:
+    def _save(self, ops: list[Op], done: Callable[[CatalogError | None], None] | None) -> None:
         """Give changes to the catalog; what it refuses is tried again with the next ones."""
-        batch = self._unsaved + ops
-        self._unsaved = []
+        batch = self.unsaved + ops
+        self.unsaved = []
         if not batch:
             return
 
         def stored(error: CatalogError | None) -> None:
             if error is not None:
                 log.error("catalog: %s", error)
-                self._unsaved = batch + self._unsaved
+                self.unsaved = batch + self.unsaved
             if done is not None:
                 done(error)
 
@@ -370,7 +386,7 @@ class Daemon:
             self._loop.call_soon_threadsafe(stored, error)
 
         try:
-            self._catalog.submit(batch, from_thread)
+            self.catalog.submit(batch, from_thread)
         except CatalogError as error:
             stored(error)
 
@@ -432,7 +448,7 @@ class Daemon:
             self._loop.call_soon_threadsafe(loaded, result)
 
         try:
-            self._catalog.read_blob(
+            self.catalog.read_blob(
                 session.tenant.name, session.token_hash, action.node, from_thread
             )
         except CatalogError as error:
@@ -454,60 +470,3 @@ class Daemon:
         if process_start_time(member.pid) != member.start_time:  # ended since the headers were read
             self._watch.drop(member)
             self.state.process_died(member, self._loop.time())
-
-    # --------------------------------------------------------------- admin
-
-    def _evict(self, req: admin_wire.Evict) -> dict[str, object]:
-        tenant = self.state.world.tenants.get(req.tenant or self.config.tenants[0].name)
-        if tenant is None:
-            raise NotOwner(f"there is no tenant {req.tenant!r}")
-        return {"blocks": self.state.evictor.evict(tenant, req.blocks or 1 << 30)}
-
-    def stats(self) -> dict[str, object]:
-        """Counters and gauges of the daemon."""
-        world, files = self.state.world, self.parts.spill_files
-        geometry, pools = files.geometry, world.pools
-        spill = self.parts.spill.counters()
-        total = geometry.payload_bytes * len(files.files)
-        used = sum(pool.nvme.used * pool.slot_bytes for pool in pools)
-        reasons = self._health()
-        return {
-            "daemon": {
-                "version": VERSION, "boot": self.boot, "pid": os.getpid(),
-                "instance": self.parts.instance.hex(), "generation": self.parts.generation,
-                "uptime_s": round(time.time() - self._began_s, 3),
-                "integrity": self.config.integrity,
-                "durability": self.config.spill.durability,
-            },
-            "health": {"ok": not reasons, "reasons": reasons},
-            "tenants": report.tenants(world),
-            "nvme": {
-                "total_bytes": total, "used_bytes": used, "free_bytes": total - used,
-                "paths": [
-                    {"path": file.directory.path, "direct_io": file.direct,
-                     "total_bytes": geometry.payload_bytes}
-                    for file in files.files
-                ],
-            },
-            "counters": dict(world.counters) | {
-                "spill_written_bytes": spill.written_bytes, "spill_read_bytes": spill.read_bytes,
-                "spill_jobs_in_flight": spill.jobs_in_flight, "mover_queued": self.mover.queued,
-                "catalog_queued": self._catalog.queued,
-            },
-        }  # fmt: skip
-
-    def _health(self) -> list[str]:
-        """Why the daemon is not well; empty when it is."""
-        reasons = []
-        if self._faults:
-            reasons.append(f"{self._faults} faults inside the daemon; its log has the traces")
-        if not self._catalog.alive:
-            reasons.append("the catalog's thread has ended")
-        if self._unsaved:
-            reasons.append(f"{len(self._unsaved)} changes of the catalog could not be stored yet")
-        now_s = self._loop.time()
-        for tenant in self.state.world.tenants.values():
-            if now_s < tenant.spill_retry_s:
-                reasons.append(f"tenant {tenant.name}: writing to NVMe fails")
-        return reasons
-

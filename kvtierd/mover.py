@@ -23,7 +23,13 @@ from kvtierd.core.tenant import Pool
 from kvtierd.core.world import World
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.bodies import (
-    BLOCK_KEYED, BLOCK_SESSION, CHECKSUM_NONE, CHECKSUM_XXH3, BodyFields, BodyTemplate, compose,
+    BLOCK_KEYED,
+    BLOCK_SESSION,
+    CHECKSUM_NONE,
+    CHECKSUM_XXH3,
+    BodyFields,
+    BodyTemplate,
+    compose,
 )  # fmt: skip
 from kvtierd.tiers.pool import Priority
 from kvtierd.tiers.spill_io import (
@@ -197,16 +203,12 @@ class Mover:
             offsets = pool.tenant.arena.offsets(pool.dram, action.dst)
             return ReadJob(action.src, arena, offsets, lengths, action.checksums, priority)
         world = self._state.world
-        bodies = compose(
-            len(action.rows), body_fields(world, pool, action.rows, Kind.SPILL, 0, 0)
-        )
+        bodies = compose(len(action.rows), body_fields(world, pool, action.rows, Kind.SPILL, 0, 0))
         words = ready_words(world.table.seq[action.rows])
         offsets = pool.tenant.arena.offsets(pool.dram, action.src)
         return WriteJob(action.dst, arena, offsets, lengths, bodies, words, priority)
 
-    def _done_from_thread(
-        self, action: Demote | Promote | Clear
-    ) -> Callable[[JobResult], None]:
+    def _done_from_thread(self, action: Demote | Promote | Clear) -> Callable[[JobResult], None]:
         def done(result: JobResult) -> None:
             self._loop.call_soon_threadsafe(self._done, action, result)
 

@@ -1,7 +1,7 @@
 """From what the media and the catalog hold to what the core rebuilds its tables from."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -121,9 +121,7 @@ class Restore:
             )
             for r in headers.clients()
         ]  # fmt: skip
-        return self.recovery.clients(
-            tenant, members, np.concatenate(busy), np.concatenate(read)
-        )
+        return self.recovery.clients(tenant, members, np.concatenate(busy), np.concatenate(read))
 
     def _adopt(self, pool: Pool, found: Found, dram: list[int], nvme: list[int]) -> None:
         """Give a pool its slabs and the blocks in them."""
@@ -168,7 +166,7 @@ def strangers(entries: list[SlabEntry], tenants: dict[str, Tenant]) -> list[int]
     return [entry.slab for entry in entries if entry.tenant not in known]
 
 
-def _by_layout(entries: Iterator[SlabEntry] | list[SlabEntry], tenant: Tenant) -> dict[bytes, list[int]]:
+def _by_layout(entries: Iterable[SlabEntry], tenant: Tenant) -> dict[bytes, list[int]]:
     slabs: dict[bytes, list[int]] = {}
     for entry in entries:
         if entry.tenant == tenant.number:

@@ -7,6 +7,7 @@ the core makes them wait or the catalog has to be written first.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -18,6 +19,7 @@ from typing import Any, Final, Protocol, cast
 
 import msgspec
 
+from kvtier_client.admin_wire import AdminRequest
 from kvtier_client.errors import (
     InvalidArgument,
     KvtierError,
@@ -25,7 +27,6 @@ from kvtier_client.errors import (
     ProtocolError,
     QuotaExceeded,
 )  # fmt: skip
-from kvtier_client.admin_wire import AdminRequest
 from kvtier_client.wire import (
     FRAME_HEADER,
     PROTOCOL_VERSION,
@@ -126,11 +127,13 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------ transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The loop has the socket now."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._transport.set_write_buffer_limits(high=self.desk.limits.output_buffer_bytes)
         self._cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is closed."""
         self._transport = None
         self.desk.gone(self)
 
@@ -141,6 +144,7 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
+        """The peer reads again."""
         self._paused = False
         self._cut()
         if self._transport is not None and not self._paused:
@@ -175,11 +179,15 @@ class Connection(asyncio.Protocol):
     # --------------------------------------------------------------- frames
 
     def data_received(self, data: bytes) -> None:
-        if not self._buffer:
-            if len(data) >= 4 and FRAME_HEADER.unpack_from(data)[0] == len(data) - 4:
-                if len(data) - 4 <= self._frame_bytes:
-                    self._one(memoryview(data)[4:])
-                    return
+        """Bytes came: mostly one whole frame."""
+        size = len(data) - 4
+        if (
+            not self._buffer
+            and 0 <= size <= self._frame_bytes
+            and FRAME_HEADER.unpack_from(data)[0] == size
+        ):
+            self._one(memoryview(data)[4:])
+            return
         self._buffer += data
         self._cut()
 
@@ -400,10 +408,8 @@ def _unlink(path: str) -> None:
 
 
 async def _say(sock: socket.socket, data: bytes) -> None:
-    try:
+    with contextlib.suppress(OSError):
         await asyncio.get_running_loop().sock_sendall(sock, data)
-    except OSError:
-        pass
 
 
 WatchDone = Callable[[], None]

@@ -94,6 +94,7 @@ def start(config: Config, *, discard_dram: bool = False) -> Parts:
             arena.headers.set_generation(generation)
         catalog.stamp(generation)
         undo.pop_all()
+
     def close_locks() -> None:
         directory.close()
         runtime()
@@ -191,9 +192,7 @@ def _arena(
     payload, headers = f"{number:08x}-payload", f"{number:08x}-headers"
     if payload in kept and headers in kept:
         expected = Expected(Kind.ARENA, instance, geometry, number)
-        arena = attach_arena(
-            tenant.name, kept.pop(payload), kept.pop(headers), expected, settings
-        )
+        arena = attach_arena(tenant.name, kept.pop(payload), kept.pop(headers), expected, settings)
         log.info("arena %s: taken over, %d bytes", tenant.name, geometry.payload_bytes)
         return arena
     superblock = new_superblock(
@@ -201,7 +200,7 @@ def _arena(
     )
     arena = create_arena(tenant.name, superblock, settings, _progress(tenant.name))
     try:
-        for name, fd in ((payload, arena.payload_fd), (headers, arena.headers.fd)):
+        for name, fd in kept_fds(arena).items():
             keeper.put(name, fd)
             undo.callback(keeper.drop, name)
     except BaseException:
@@ -218,6 +217,12 @@ def _arena(
 def _close_all(kept: dict[str, int]) -> None:
     for fd in kept.values():
         os.close(fd)
+
+
+def kept_fds(arena: Arena) -> dict[str, int]:
+    """An arena's descriptors, by the names under which the keeper knows them."""
+    number = arena.headers.superblock.tenant
+    return {f"{number:08x}-payload": arena.payload_fd, f"{number:08x}-headers": arena.headers.fd}
 
 
 def _progress(name: str) -> Callable[[int, int], None]:
@@ -264,9 +269,7 @@ def core_limits(config: Config) -> CoreLimits:
     )
 
 
-def _state(
-    config: Config, arenas: dict[str, Arena], files: SpillFiles, generation: int
-) -> State:
+def _state(config: Config, arenas: dict[str, Arena], files: SpillFiles, generation: int) -> State:
     """An empty core over the arenas' and spill files' words."""
     geometry = files.geometry
     worlds: list[World] = []
@@ -290,7 +293,9 @@ def _state(
     for tenant in config.tenants:
         headers = arenas[tenant.name].headers
         cut = headers.geometry
-        arena = Slabs(cut.slabs, cut.slab_bytes, cut.max_slots, headers.words, assigned(tenant.name))
+        arena = Slabs(
+            cut.slabs, cut.slab_bytes, cut.max_slots, headers.words, assigned(tenant.name)
+        )
         world.tenants[tenant.name] = Tenant(
             tenant.name, tenant_number(tenant.name), arena, nvme, int(tenant.spill_bytes),
             config.arena.exchange_headroom,

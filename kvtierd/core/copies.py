@@ -59,13 +59,14 @@ class Copies:
             flags = table.flags[mine]
             pool.held -= world.kept(mine)
             busy = ((flags & _INFLIGHT) != 0) | (table.readers[mine] > 0)
-            if busy.any():
-                doomed = mine[busy]
-                table.flags[doomed] = (table.flags[doomed] & ~np.uint8(F_HELD)) | F_DOOMED
-                table.pins[doomed] = 0
-                mine = mine[~busy]
-            if len(mine):
+            if not busy.any():
                 self._free_rows(pool, mine)
+                continue
+            doomed, idle = mine[busy], mine[~busy]
+            table.flags[doomed] = (table.flags[doomed] & ~np.uint8(F_HELD)) | F_DOOMED
+            table.pins[doomed] = 0
+            if len(idle):
+                self._free_rows(pool, idle)
         return len(rows)
 
     def _free_rows(self, pool: Pool, rows: Rows) -> None:

@@ -61,7 +61,8 @@ class Evictor:
     def _move_dirty(self, pools: list[Pool], n: int, *, patient: bool, urgent: bool) -> int:
         """Demote (or drop) up to `n` victims; returns how many slots will be free."""
         world, table, started = self.world, self.world.table, 0
-        for pool, mine in world.by_pool(self._victims(pools, n, clean=False)):
+        for pool, victims in world.by_pool(self._victims(pools, n, clean=False)):
+            mine = victims
             droppable = ((table.flags[mine] & F_HELD) == 0) & (table.pins[mine] == 0)
             if not patient and droppable.any():
                 started += self._drop_cached(mine[droppable])

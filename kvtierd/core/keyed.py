@@ -55,9 +55,7 @@ class Keyed:
             return self.writes.granted(peer, req.id, lease)
         if not wait_s:
             raise self.writes.refusal(pool, len(missing))
-        return Ticket(
-            peer, req, pool, self.world.now_s + wait_s, missing, asked=len(missing)
-        )
+        return Ticket(peer, req, pool, self.world.now_s + wait_s, missing, asked=len(missing))
 
     def retry(self, ticket: Ticket) -> Lease | None:
         """Try a reservation that waits once more, for the keys that are still missing."""

@@ -151,7 +151,7 @@ def owner_of(lease_id: int) -> int:
 def unpack_u32(packed: bytes) -> NDArray[np.int64]:
     """Packed u32 values as int64. Errors: InvalidArgument when the length does not fit."""
     if len(packed) % 4:
-        raise InvalidArgument(f"u32 values are 4 bytes each; {len(packed)} bytes are no whole number")
+        raise InvalidArgument(f"u32 values have 4 bytes each; {len(packed)} bytes do not fit")
     return np.frombuffer(packed, "<u4").astype(np.int64)
 
 

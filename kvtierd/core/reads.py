@@ -383,6 +383,7 @@ class Reads:
         self.writes.end(lease, len(lease.rows))
         return len(lease.rows)
 
+
 def arena_offsets(pool: Pool, slots: Rows) -> bytes:
     """Packed byte offsets of a pool's DRAM slots."""
     arena = pool.tenant.arena

@@ -458,9 +458,7 @@ class Recovery:
             if name == tenant.name and closed.blob_versions.get(NO_NODE) != -1:
                 self.outcome.forgotten.append((tenant, hashed))
 
-    def _holds(
-        self, tenant: Tenant, session: Session, holds: list[tuple[bytes, bytes]]
-    ) -> None:
+    def _holds(self, tenant: Tenant, session: Session, holds: list[tuple[bytes, bytes]]) -> None:
         for fingerprint in {layout for layout, _ in holds}:
             pool = tenant.pools.get(fingerprint)
             if pool is None:

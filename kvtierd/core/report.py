@@ -51,6 +51,15 @@ def _tenant(world: World, tenant: Tenant) -> dict[str, object]:
     }
 
 
+def nvme_used_bytes(world: World, files: int, slabs_per_file: int) -> list[int]:
+    """Bytes of slots in use in each spill file."""
+    used = [0] * files
+    for pool in world.pools:
+        for slab, free in pool.nvme.free.items():
+            used[slab // slabs_per_file] += (pool.nvme.slots_per_slab - free) * pool.slot_bytes
+    return used
+
+
 def sessions(world: World, tenant_name: str) -> dict[str, object]:
     """A line per session of one tenant, or of all ('')."""
     return {

@@ -173,9 +173,7 @@ class Sessions:
         self.world.actions += [SaveSession(session), SaveNodes([root])]
         return session
 
-    def add_session(
-        self, tenant: Tenant, hashed: bytes, pools: list[Pool], name: str
-    ) -> Session:
+    def add_session(self, tenant: Tenant, hashed: bytes, pools: list[Pool], name: str) -> Session:
         """Put a session without nodes into the tenant."""
         sid = int.from_bytes(hashed[:8], "little")
         session = Session(sid, hashed, tenant, pools, name)
@@ -190,7 +188,7 @@ class Sessions:
         if None in pools or not set(session.pools) <= set(pools):
             raise LayoutMismatch("blocks of this session are stored in layouts it does not name")
         for node in session.nodes.values():
-            runs = {pool: run for pool, run in zip(session.pools, node.runs, strict=True)}
+            runs = dict(zip(session.pools, node.runs, strict=True))
             start = node.runs[0].start
             node.runs = [runs.get(pool) or Run(start) for pool in pools if pool is not None]
         session.pools = [pool for pool in pools if pool is not None]
@@ -365,9 +363,7 @@ class Sessions:
         if req.retention not in (HELD, CACHED):
             raise InvalidArgument(f"retention {req.retention} is neither HELD (1) nor CACHED (2)")
         nodes = (
-            list(session.nodes.values())
-            if req.node == NO_NODE
-            else [self.node(session, req.node)]
+            list(session.nodes.values()) if req.node == NO_NODE else [self.node(session, req.node)]
         )
         world, table = self.world, self.world.table
         parts = [run.rows[run.rows != NONE] for node in nodes for run in node.runs]

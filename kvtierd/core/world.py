@@ -98,7 +98,8 @@ class World:
 
     def add_row(self) -> int:
         """One row; the short path of `add_rows`."""
-        return self.table.add_one() if self.table.used < self.table.capacity else int(self.add_rows(1)[0])
+        table = self.table
+        return table.add_one() if table.used < table.capacity else int(self.add_rows(1)[0])
 
     def take_seqs(self, n: int) -> NDArray[np.uint64]:
         """The next `n` sequence numbers."""

@@ -96,6 +96,7 @@ class Writes:
         return Ticket(peer, req, pool, self.world.now_s + wait_s, _NO_ROWS, asked=req.blocks)
 
     def check_reserve(self, pool: Pool, blocks: int, ahead: int) -> None:
+        """Refuse what can never be granted. Errors: InvalidArgument, QuotaExceeded, ArenaFull."""
         limit = self.world.limits.blocks_per_request
         if not 0 <= blocks <= limit or ahead < 0 or blocks + ahead == 0:
             raise InvalidArgument(
@@ -223,6 +224,7 @@ class Writes:
         lease.group.tenant.leases[lease.id] = lease
 
     def granted(self, peer: Peer, request_id: int, lease: Lease) -> Granted:
+        """A lease as a reply."""
         return Granted(
             request_id, self.world.boot, peer.acked, lease.id,
             max(lease.deadline_s - self.world.now_s, 0.0), lease.offsets, lease.valid,
@@ -251,6 +253,7 @@ class Writes:
             del group.ended[next(iter(group.ended))]
 
     def end_if_done(self, lease: Lease) -> None:
+        """End a write lease that has neither slots nor a promise left."""
         if not lease.left and not lease.promise:
             self.end(lease, len(lease.slots))
 

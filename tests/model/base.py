@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize
 
 from kvtier_client import errors, wire
-from kvtierd.tiers.spill_io import Status
-from tests.model import white_box
 from tests.model.clients import Reading, Waiting, Worker, Writing
-from tests.model.harness import LIMITS, Host, layout, pack, u32, u64
-from tests.model.reference import TOKENS, Block, Node, Session
+from tests.model.harness import LIMITS, Host, layout, u32, u64
+from tests.model.reference import Session
 
 LAYOUTS = [layout(1), layout(2, group=1), layout(1, name="keyed")]
 PRINTS = [each.fingerprint() for each in LAYOUTS]
@@ -165,3 +162,14 @@ class Base(RuleBasedStateMachine):
     @staticmethod
     def pages(which: int) -> int:
         return LAYOUTS[which].block_bytes // 4096
+
+    def begin_wait(self, worker: Worker, wait: Waiting, patient: bool) -> None:
+        """Note a request; only one that may wait, or loads, is left unanswered."""
+        worker.waits.append(wait)
+        self.collect()
+        assert patient or wait.kind == "read" or wait not in worker.waits
+
+    def finish_all(self) -> None:
+        """All jobs under way succeed."""
+        for _ in range(len(self.host.disk.pending)):
+            self.host.finish()

@@ -1,6 +1,13 @@
 """Rules of fate: the disk, time, eviction, lost connections, dead processes, a killed daemon."""
 
-IMPORTS
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from kvtier_client import wire
+from kvtierd.tiers.spill_io import Status
+from tests.model.base import LAYOUTS, Base, few, small
+from tests.model.clients import Worker
 
 
 class FateRules(Base):
@@ -13,9 +20,8 @@ class FateRules(Base):
             self.host.finish(at % len(self.host.disk.pending), status, only)
 
     @rule()
-    def finish_all(self) -> None:
-        for _ in range(len(self.host.disk.pending)):
-            self.host.finish()
+    def disk_catches_up(self) -> None:
+        self.finish_all()
 
     @rule(slot=st.integers(0, 39))
     def corrupt(self, slot: int) -> None:
@@ -35,7 +41,16 @@ class FateRules(Base):
         self.host.state.evictor.evict(self.host.tenant(tenant), n)
         self.host.perform()
 
-    @rule(w=small)
+    @rule(w=small, what=small, dead=st.lists(few, max_size=2))
+    def fate(self, w: int, what: int, dead: list[int]) -> None:
+        """What happens seldom, so that histories grow in between."""
+        if what == 7:
+            self.crash(dead)
+        elif what == 6:
+            self.kill(w)
+        elif what in (4, 5):
+            self.disconnect(w)
+
     def disconnect(self, w: int) -> None:
         worker = self.worker(w)
         if worker is not None:
@@ -56,7 +71,6 @@ class FateRules(Base):
             reply = worker.sim.ask(wire.ResumeSession, name[1])
             assert isinstance(reply, wire.SessionReply), reply
 
-    @rule(w=small)
     def kill(self, w: int) -> None:
         """A process dies, and another one takes its place."""
         worker = self.workers.pop(w % len(self.workers))
@@ -68,7 +82,6 @@ class FateRules(Base):
         self.spawn(worker.tenant, worker.sim.group)
         self.workers[-1].sessions = set(same[0].sessions) if same else set()
 
-    @rule(dead=st.lists(few, max_size=2))
     def crash(self, dead: list[int]) -> None:
         """The daemon is killed and starts again; some clients die meanwhile."""
         for worker in self.workers:
@@ -82,37 +95,3 @@ class FateRules(Base):
         for worker in [x for x in self.workers if x not in alive]:
             self.workers.remove(worker)
             self.spawn(worker.tenant, worker.sim.group)
-
-    @precondition(lambda self: any(x.promise for w in self.workers for x in w.writes.values()))
-    @rule(w=small)
-    def draw_promise(self, w: int) -> None:
-        """What was promised can be had, once readers have let go."""
-        for each in self.workers:
-            if each.connected:
-                for lease_id in [*each.reads, *each.pins]:
-                    each.sim.ask(wire.Release, lease_id)
-                each.reads.clear()
-                each.pins.clear()
-        self.finish_all()
-        holders = [
-            (each, x) for each in self.workers for x in each.writes.values()
-            if x.promise and not x.expired and each.connected
-        ]  # fmt: skip
-        if not holders or any(each.reads for each in self.workers):
-            return
-        worker, source = holders[w % len(holders)]
-        counter = worker.sim.counter()
-        take = source.promise
-        request = worker.sim.send(
-            wire.Reserve, counter, PRINTS[source.layout], take, 0, source.id, 30.0
-        )
-        wait = Waiting(request, "write", source.layout, counter, drawn=source)
-        worker.waits.append(wait)
-        for _ in range(30):
-            self.collect()
-            if wait not in worker.waits:
-                break
-            self.finish_all()
-            self.host.tick(0.2)
-        assert wait not in worker.waits, "a promise could not be drawn"
-        assert worker.writes.get(worker.sim.member << 32 | counter), "a promise was refused"

@@ -1,6 +1,15 @@
 """The state machine: all rules together, and what must be true after every step."""
 
-IMPORTS
+from hypothesis.stateful import invariant
+
+from kvtier_client import wire
+from tests.model import white_box
+from tests.model.base import KEYS, LAYOUTS, PRINTS
+from tests.model.fate_rules import FateRules
+from tests.model.key_rules import KeyRules
+from tests.model.read_rules import ReadRules
+from tests.model.session_rules import SessionRules
+from tests.model.write_rules import WriteRules
 
 
 class Machine(SessionRules, WriteRules, ReadRules, KeyRules, FateRules):

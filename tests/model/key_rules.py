@@ -1,6 +1,13 @@
 """Rules of keyed blocks: reserve, commit, look up, acquire, hold, remove."""
 
-IMPORTS
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from kvtier_client import errors, wire
+from tests.model.base import CAPACITY, KEYS, PRINTS, QUOTA, Base, few, small
+from tests.model.clients import Waiting
+from tests.model.harness import pack
+from tests.model.reference import TOKENS
 
 
 class KeyRules(Base):

@@ -1,6 +1,16 @@
 """Rules of writers: reserve, write, commit, abort; swap_out does it all at once."""
 
-IMPORTS
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from kvtier_client import errors, wire
+from tests.model import white_box
+from tests.model.base import PRINTS, Base, few, small
+from tests.model.clients import Waiting, Worker, Writing
+from tests.model.harness import pack
+from tests.model.reference import TOKENS, Block, Node, Session
 
 
 class WriteRules(Base):
@@ -14,6 +24,11 @@ class WriteRules(Base):
             return
         promising = [x for x in worker.writes.values() if x.promise and x.layout == which]
         source = self.pick(promising, draw) if draw < 3 else None
+        self.reserve_now(worker, which, n, ahead, source, wait_s)
+
+    def reserve_now(
+        self, worker: Worker, which: int, n: int, ahead: int, source: Writing | None, wait_s: float
+    ) -> None:
         counter = worker.sim.counter()
         request = worker.sim.send(
             wire.Reserve, counter, PRINTS[which], n, ahead, source.id if source else 0, wait_s
@@ -21,10 +36,29 @@ class WriteRules(Base):
         wait = Waiting(request, "write", which, counter, ahead=ahead, drawn=source)
         self.begin_wait(worker, wait, patient=wait_s > 0)
 
-    def begin_wait(self, worker: Worker, wait: Waiting, patient: bool) -> None:
-        worker.waits.append(wait)
+    @rule(w=small, s=few, n=small, part=few, first=st.integers(0, 4), count=st.integers(1, 8),
+          last=st.integers(1, TOKENS), held=st.booleans())  # fmt: skip
+    def swap_out(
+        self, w: int, s: int, n: int, part: int, first: int, count: int, last: int, held: bool
+    ) -> None:
+        """Reserve, write and commit in one go, as a preemption does."""
+        worker = self.worker(w)
+        session = worker and self.open_session(worker, s)
+        if not worker or not session:
+            return
+        which = session.layouts[part % len(session.layouts)]
+        before = set(worker.writes)
+        self.reserve_now(worker, which, count, 0, None, 5.0)
+        self.finish_all()
         self.collect()
-        assert patient or wait.kind == "read" or wait not in worker.waits
+        for lease_id in set(worker.writes) - before:
+            self.commit_now(worker, worker.writes[lease_id], session, n, first, count, last, held)
+
+    @rule(w=small, s=few, n=small, first=st.integers(0, 4), count=st.integers(4, 12))
+    def swap_out_all(self, w: int, s: int, n: int, first: int, count: int) -> None:
+        """The same, for every part of the session."""
+        for part in range(2):
+            self.swap_out(w, s, n, part, first, count, TOKENS, True)
 
     @rule(w=small, lease=small, index=small)
     def write(self, w: int, lease: int, index: int) -> None:
@@ -37,17 +71,23 @@ class WriteRules(Base):
             worker.sim.write(chosen.offsets[at], self.pages(chosen.layout), chosen.open[at])
 
     @rule(w=small, lease=small, s=few, n=small, first=st.integers(0, 6), count=st.integers(1, 6),
-          last=st.integers(1, TOKENS), held=st.booleans(), oneway=st.booleans(),
+          last=st.integers(1, TOKENS), held=st.booleans(),
           twice=st.booleans())  # fmt: skip
     def commit(
         self, w: int, lease: int, s: int, n: int, first: int, count: int, last: int, held: bool,
-        oneway: bool, twice: bool,
+        twice: bool,
     ) -> None:  # fmt: skip
         worker = self.worker(w)
         session = worker and self.open_session(worker, s)
         chosen = worker and self.pick([x for x in worker.writes.values() if not x.keys], lease)
         if not worker or not session or not chosen or not chosen.open:
             return
+        self.commit_now(worker, chosen, session, n, first, count, last, held, twice)
+
+    def commit_now(
+        self, worker: Worker, chosen: Writing, session: Session, n: int, first: int, count: int,
+        last: int, held: bool, twice: bool = False,
+    ) -> None:  # fmt: skip
         node = self.pick(session.nodes.values(), n)
         index = list(chosen.open)[:count]
         pages = [node.start + first + i for i in range(len(index))]
@@ -137,3 +177,37 @@ class WriteRules(Base):
             assert isinstance(reply, wire.Done) or (
                 chosen.expired and self.failed(reply, errors.LeaseExpired.code)
             ), (i, reply)
+
+    @precondition(lambda self: any(x.promise for w in self.workers for x in w.writes.values()))
+    @rule(w=small)
+    def draw_promise(self, w: int) -> None:
+        """What was promised can be had, once readers have let go."""
+        for each in self.workers:
+            if each.connected:
+                for lease_id in [*each.reads, *each.pins]:
+                    each.sim.ask(wire.Release, lease_id)
+                each.reads.clear()
+                each.pins.clear()
+        self.finish_all()
+        holders = [
+            (each, x) for each in self.workers for x in each.writes.values()
+            if x.promise and not x.expired and each.connected
+        ]  # fmt: skip
+        if not holders or any(each.reads for each in self.workers):
+            return
+        worker, source = holders[w % len(holders)]
+        counter = worker.sim.counter()
+        take = source.promise
+        request = worker.sim.send(
+            wire.Reserve, counter, PRINTS[source.layout], take, 0, source.id, 30.0
+        )
+        wait = Waiting(request, "write", source.layout, counter, drawn=source)
+        worker.waits.append(wait)
+        for _ in range(30):
+            self.collect()
+            if wait not in worker.waits:
+                break
+            self.finish_all()
+            self.host.tick(0.2)
+        assert wait not in worker.waits, "a promise could not be drawn"
+        assert worker.writes.get(worker.sim.member << 32 | counter), "a promise was refused"

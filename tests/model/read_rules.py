@@ -1,6 +1,11 @@
 """Rules of readers: acquire, release, prefetch, cancel."""
 
-IMPORTS
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from kvtier_client import errors, wire
+from tests.model.base import CAPACITY, PRINTS, Base, few, small
+from tests.model.clients import Waiting
 
 
 class ReadRules(Base):

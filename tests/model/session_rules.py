@@ -1,6 +1,11 @@
 """Rules of sessions: open, resume, close, fork, prune, retention, priority."""
 
-IMPORTS
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from kvtier_client import errors, wire
+from tests.model import white_box
+from tests.model.base import CAPACITY, PARTS, TOKENS_OF_SESSIONS, Base, few, small
 
 
 class SessionRules(Base):
@@ -27,9 +32,9 @@ class SessionRules(Base):
         assert {info.node for info in reply.nodes} == set(self.sessions[name].nodes)
         self.attach(worker, name)
 
-    @rule(w=small, s=few, twice=st.booleans())
-    def close(self, w: int, s: int, twice: bool) -> None:
-        worker = self.worker(w)
+    @rule(w=small, s=few, twice=st.booleans(), sure=few)
+    def close(self, w: int, s: int, twice: bool, sure: int) -> None:
+        worker = self.worker(w) if sure == 3 else None
         session = worker and self.open_session(worker, s)
         if not worker or not session:
             return

@@ -1,0 +1,104 @@
+"""What an operator may ask and do: the verbs of the admin socket."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvtier_client import admin_wire
+from kvtier_client.errors import InvalidArgument
+from kvtierd import __version__
+from kvtierd.core import report
+
+if TYPE_CHECKING:
+    from kvtierd.daemon import Daemon
+
+
+class Operator:
+    """Answers the admin socket; looks at the daemon, and changes nothing behind its back."""
+
+    def __init__(self, daemon: "Daemon") -> None:
+        self._daemon = daemon
+        self._world = daemon.state.world
+        self._verbs: dict[type, Callable[[Any], dict[str, object]]] = {
+            admin_wire.Stats: lambda req: self.stats(),
+            admin_wire.Sessions: lambda req: report.sessions(self._world, req.tenant),
+            admin_wire.Tree: lambda req: report.tree(self._world, req.session),
+            admin_wire.Evict: self._evict,
+            admin_wire.Reload: lambda req: daemon.reload(),
+        }
+
+    def answer(self, req: Any) -> dict[str, object]:
+        """Carry out a request. Errors: KvtierError, ConfigError."""
+        return self._verbs[type(req)](req)
+
+    def _evict(self, req: admin_wire.Evict) -> dict[str, object]:
+        tenant = self._world.tenants.get(req.tenant or self._daemon.config.tenants[0].name)
+        if tenant is None or req.blocks < 0:
+            raise InvalidArgument(f"there is no tenant {req.tenant!r}, or blocks is negative")
+        return {"blocks": self._daemon.state.evictor.evict(tenant, req.blocks or 1 << 30)}
+
+    def stats(self) -> dict[str, object]:
+        """Counters and gauges of the daemon."""
+        daemon = self._daemon
+        parts, spill = daemon.parts, daemon.parts.spill.counters()
+        reasons = self.health()
+        return {
+            "daemon": {
+                "version": __version__,
+                "boot": daemon.boot,
+                "pid": os.getpid(),
+                "instance": parts.instance.hex(),
+                "generation": parts.generation,
+                "uptime_s": round(time.time() - daemon.began_s, 3),
+                "integrity": daemon.config.integrity,
+                "durability": daemon.config.spill.durability,
+            },
+            "health": {"ok": not reasons, "reasons": reasons},
+            "tenants": report.tenants(self._world),
+            "nvme": self._nvme(),
+            "counters": dict(self._world.counters)
+            | {
+                "spill_written_bytes": spill.written_bytes,
+                "spill_read_bytes": spill.read_bytes,
+                "spill_jobs_in_flight": spill.jobs_in_flight,
+                "mover_queued": daemon.mover.queued,
+                "catalog_queued": daemon.catalog.queued,
+            },
+        }
+
+    def _nvme(self) -> dict[str, object]:
+        files = self._daemon.parts.spill_files
+        each = files.geometry.payload_bytes
+        used = report.nvme_used_bytes(self._world, len(files.files), files.geometry.slabs)
+        total = each * len(used)
+        return {
+            "total_bytes": total,
+            "used_bytes": sum(used),
+            "free_bytes": total - sum(used),
+            "paths": [
+                {
+                    "path": file.directory.path,
+                    "direct_io": file.direct,
+                    "total_bytes": each,
+                    "used_bytes": used[index],
+                }
+                for index, file in enumerate(files.files)
+            ],
+        }
+
+    def health(self) -> list[str]:
+        """Why the daemon is not well; empty when it is."""
+        daemon, reasons = self._daemon, []
+        if daemon.faults:
+            reasons.append(f"{daemon.faults} faults inside the daemon; its log has the traces")
+        if not daemon.catalog.alive:
+            reasons.append("the catalog's thread has ended")
+        if daemon.unsaved:
+            reasons.append(f"{len(daemon.unsaved)} changes of the catalog could not be stored yet")
+        reasons += [
+            f"tenant {tenant.name}: writing to NVMe fails"
+            for tenant in self._world.tenants.values()
+            if self._world.now_s < tenant.spill_retry_s
+        ]
+        return reasons

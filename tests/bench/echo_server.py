@@ -1,0 +1,35 @@
+"""The reference of the control plane: uvloop, MessagePack, and nothing else.
+
+    python -m tests.bench.echo_server SOCKET
+"""
+
+import asyncio
+import struct
+import sys
+from typing import cast
+
+import msgpack
+import uvloop
+
+
+class Echo(asyncio.Protocol):
+    """Unpacks each message, packs it again and sends it back."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        message = msgpack.unpackb(data[4:])
+        body = msgpack.packb(message)
+        self.transport.write(struct.pack("<I", len(body)) + body)
+
+
+async def serve(path: str) -> None:
+    """Serve until this process is ended."""
+    server = await asyncio.get_running_loop().create_unix_server(Echo, path)
+    print("serving", flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(sys.argv[1]))
