@@ -14,7 +14,7 @@ class TileLinear:
 
     def __init__(self, weight: Tensor) -> None:
         """Shapes: `weight` [out, in]."""
-        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, TILE_ROWS) if self._packed else weight
         )

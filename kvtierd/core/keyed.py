@@ -21,6 +21,7 @@ from kvtier_client.wire import (
 )  # fmt: skip
 from kvtierd.core.actions import Publish, SaveHolds
 from kvtierd.core.blocks import F_LOST, NONE, Rows
+from kvtierd.core.commits import Commits
 from kvtierd.core.copies import Copies
 from kvtierd.core.leases import Kind, Lease, Peer, Ticket, pack_u32, unpack_u32
 from kvtierd.core.tenant import Pool
@@ -32,8 +33,8 @@ from kvtierd.core.writes import Writes
 class Keyed:
     """The keyed verbs."""
 
-    def __init__(self, world: World, copies: Copies, writes: Writes) -> None:
-        self.world, self.copies, self.writes = world, copies, writes
+    def __init__(self, world: World, copies: Copies, writes: Writes, commits: Commits) -> None:
+        self.world, self.copies, self.writes, self.commits = world, copies, writes, commits
 
     def reserve_keys(self, peer: Peer, req: ReserveKeys) -> Granted | Ticket:
         """Grant slots for those keys that are not stored; `index` says which."""
@@ -83,9 +84,9 @@ class Keyed:
         if len(keys) != len(pages):
             raise InvalidArgument("keys and pages must have the same length")
         world, pool = self.world, lease.pool
-        slots, index = self.writes.take(lease, req.index, np.arange(len(pages)), valid)
-        checksums = self.writes.checksums(req.checksums, len(pages))
-        rows = self.writes.publish(lease, slots, index, pages, valid, checksums, None, False)
+        slots, index = self.commits.take(lease, req.index, np.arange(len(pages)), valid)
+        checksums = self.commits.checksums(req.checksums, len(pages))
+        rows = self.commits.publish(lease, slots, index, pages, valid, checksums, None, False)
         table = world.table
         table.owner0[rows], table.owner1[rows] = keys[:, 0], keys[:, 1]
         twice = world.keys.insert(rows.astype(np.int32)).astype(np.int64)

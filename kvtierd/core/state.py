@@ -23,7 +23,8 @@ from kvtier_client.errors import (
     QuotaExceeded,
 )  # fmt: skip
 from kvtierd.core.actions import Action, Note, RecordMember, Send
-from kvtierd.core.blocks import F_HELD, NONE
+from kvtierd.core.blocks import NONE
+from kvtierd.core.commits import Commits
 from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
 from kvtierd.core.keyed import Keyed
@@ -43,6 +44,7 @@ from kvtierd.core.sessions import Sessions
 from kvtierd.core.slabs import NO_OWNER
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.tree import session_of
+from kvtierd.core.validate import validate
 from kvtierd.core.world import World
 from kvtierd.core.writes import Writes
 
@@ -60,7 +62,8 @@ class State:
         self.copies = Copies(world)
         self.evictor = Evictor(world, self.copies)
         self.writes = Writes(world, self.copies, self.evictor)
-        self.keyed = Keyed(world, self.copies, self.writes)
+        self.commits = Commits(world, self.copies, self.writes)
+        self.keyed = Keyed(world, self.copies, self.writes, self.commits)
         self.reads = Reads(world, self.copies, self.evictor, self.writes, self.keyed)
         self.sessions = Sessions(world, self.copies, self.writes, self.reads)
         self._next_reap_s = 0.0
@@ -144,7 +147,7 @@ class State:
         return reply
 
     def _commit(self, peer: Peer, req: wire.Commit) -> wire.Done:
-        done = self.writes.commit(peer, req, session_of(peer, req.session))
+        done = self.commits.commit(peer, req, session_of(peer, req.session))
         tenant = peer.group.tenant
         if tenant.calm_bytes < 0 or tenant.calm_epoch != tenant.arena.epoch:
             self.balance(tenant)
@@ -475,37 +478,6 @@ class State:
                     )
                     world.actions.append(Note("orphan_reaped", text))
 
-    # ---------------------------------------------------------- invariants
-
     def validate(self) -> None:
         """Recount everything; AssertionError when the books do not balance."""
-        world, table = self.world, self.world.table
-        used = np.flatnonzero(table.used_mask())
-        world.keys.check()
-        for pool in world.pools:
-            rows = used[table.pool[used] == pool.number]
-            for slabs, part, column in (
-                (pool.tenant.arena, pool.dram, table.dram), (world.nvme, pool.nvme, table.nvme),
-            ):  # fmt: skip
-                assert slabs.recount(part) == part.counts, (pool.number, part.counts)
-                assert sum(part.counts) == part.total
-                assert sum(part.free.values()) == part.counts[0]
-                mine = rows[column[rows] != NONE]
-                assert (slabs.row_of[column[mine]] == mine + 1).all()
-                assert len(np.unique(column[mine])) == len(mine)
-            kept = ((table.flags[rows] & F_HELD) != 0) | (table.pins[rows] > 0)
-            assert pool.held == int(kept.sum()), (pool.held, int(kept.sum()))
-            both = (table.dram[rows] != NONE) & (table.nvme[rows] != NONE)
-            assert pool.clean == int(both.sum()), (pool.clean, int(both.sum()))
-            leases = [x for x in pool.tenant.leases.values() if x.pool is pool]
-            assert pool.promised == sum(x.promise for x in leases)
-            readers = np.zeros(table.capacity, np.int64)
-            for lease in leases:
-                if lease.kind is Kind.READ:
-                    readers[lease.rows] += 1
-            for ticket in pool.tenant.loading:
-                if ticket.pool is pool and not ticket.prefetch:
-                    readers[ticket.rows] += 1
-            assert (readers[rows] == table.readers[rows]).all()
-            writing = sum(int((x.slots >= 0).sum()) for x in leases if x.kind is Kind.WRITE)
-            assert writing == pool.dram.counts[1] + pool.dram.counts[4]
+        validate(self.world)

@@ -10,14 +10,14 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import msgpack
 
-from tests.bench.daemons import BLOCK_TOKENS, MIB, daemon, directory, pinned
+from tests.bench.daemons import BLOCK_TOKENS, MIB, daemon, pinned
 from tests.bench.figures import Figure, middle
 from tests.support.raw import RawClient, layout, u32
 
@@ -44,8 +44,8 @@ def ask(sock: socket.socket, message: list[Any]) -> list[Any]:
 @contextlib.contextmanager
 def echo() -> Iterator[tuple[socket.socket, int]]:
     """A connection to a running echo server, and its process id."""
-    with directory(Path("/tmp")) as place:  # noqa: S108 - a short name for a socket
-        path = str(place / "echo.sock")
+    with tempfile.TemporaryDirectory(prefix="kvtierd-bench-") as place:
+        path = os.path.join(place, "echo.sock")
         command = [sys.executable, "-m", "tests.bench.echo_server", path]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             try:
@@ -63,6 +63,7 @@ class Writer:
 
     def __init__(self, client: RawClient) -> None:
         self.sock = client.socket
+        self.sock.settimeout(None)  # a timeout would cost a system call more, and echo has none
         self.number = 1000
         self.fingerprint = self.ask("register_layout", layout(block_bytes=BLOCK_BYTES))[4]
         self.open()

@@ -1,6 +1,6 @@
 """The reference of the control plane: uvloop, MessagePack, and nothing else.
 
-    python -m tests.bench.echo_server SOCKET
+python -m tests.bench.echo_server SOCKET
 """
 
 import asyncio

@@ -1,26 +1,17 @@
-"""Raw spill and restore against fio: same directory, block size, depth, O_DIRECT and syncing.
+"""The spill tier alone, without the daemon around it, against fio.
 
 Rounds of fio and of the tier alternate, and each figure is the median of the rounds' ratios: a
 shared disk's speed differs from one second to the next, and fio's own by how contiguous the memory
 is that each of its processes happens to get (the best of all rounds is printed for that reason).
 Both sides first write their files once, so that neither pays for allocating them while measured.
-The tier joins neighbouring blocks into one call, and computes or verifies every block's checksum.
+The tier joins neighbouring blocks into one call, and computes or verifies every block's checksum."""
 
-    python -m tests.bench.spill_raw [DIRECTORY]
-"""
-
-import json
-import shutil
-import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +22,12 @@ from kvtierd.tiers.spill import SpillTier
 from kvtierd.tiers.spill_files import SpillSettings
 from kvtierd.tiers.spill_io import Job, JobResult, ReadJob, WriteJob
 from kvtierd.tiers.spill_open import open_spill
+from tests.bench import fio
+from tests.bench.daemons import BLOCK_BYTES, directory
+from tests.bench.figures import Figure, middle
+from tests.bench.fio import DEPTH, NAMES, Direction, Durability
 from tests.spill_support import FINGERPRINT, INSTANCE, MIB, TENANT, bodies_of, new_arena
 
-BLOCK_BYTES: Final = MIB
-DEPTH: Final = 16
-"""fio's queue depth, and the tier's threads."""
 JOB_BLOCKS: Final = 64
 """Blocks per job; under "power" both sides sync once per so many blocks."""
 JOBS_AHEAD: Final = 2
@@ -43,32 +35,6 @@ JOBS_AHEAD: Final = 2
 ROUND_BYTES: Final = 512 * MIB
 ROUNDS: Final = 11
 WAIT_S: Final = 120.0
-
-Direction = Literal["write", "read"]
-Durability = Literal["process", "power"]
-NAMES: Final[dict[Durability, str]] = {"process": "nvme", "power": "nvme.power"}
-
-
-def fio_bytes_per_s(directory: Path, direction: Direction, durability: Durability) -> float:
-    """One round of fio over a file of its own."""
-    command = [
-        "fio",
-        "--name=reference",
-        f"--filename={directory / 'fio.dat'}",
-        f"--size={ROUND_BYTES}",
-        f"--bs={BLOCK_BYTES}",
-        f"--rw={direction}",
-        f"--iodepth={DEPTH}",
-        "--ioengine=io_uring",
-        "--direct=1",
-        "--overwrite=1",
-        "--output-format=json",
-    ]
-    if direction == "write" and durability == "power":
-        command.append(f"--fdatasync={JOB_BLOCKS}")
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=WAIT_S)
-    report = json.loads(done.stdout[done.stdout.index("{") :])
-    return float(report["jobs"][0][direction]["bw_bytes"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +101,10 @@ def tier_bytes_per_s(tier: SpillTier, load: Load, direction: Direction) -> float
     return ROUND_BYTES / (time.perf_counter() - begun)
 
 
-def compare(directory: Path, durability: Durability) -> dict[Direction, float]:
-    """The tier's speed over fio's, each direction."""
+def compare(place: Path, durability: Durability) -> dict[Direction, list[tuple[float, float]]]:
+    """Bytes per second of the tier and of fio, each direction and round."""
     settings = SpillSettings(
-        (str(directory / "tier"),),
+        (str(place / "tier"),),
         capacity_bytes=ROUND_BYTES,
         slab_bytes=256 * MIB,
         min_block_bytes=BLOCK_BYTES,
@@ -149,63 +115,36 @@ def compare(directory: Path, durability: Durability) -> dict[Direction, float]:
     files = open_spill(settings, INSTANCE, 0)
     files.begin(1)
     tier = SpillTier(files)
-    speeds: dict[Direction, list[tuple[float, float]]] = {"write": [], "read": []}
+    sync_blocks = JOB_BLOCKS if durability == "power" else 0
+    found: dict[Direction, list[tuple[float, float]]] = {"write": [], "read": []}
     try:
         load = new_load(tier, files.geometry.max_slots, settings.slab_bytes)
         tier_bytes_per_s(tier, load, "write")
-        fio_bytes_per_s(directory, "write", durability)
+        fio.bytes_per_s(place, "write", ROUND_BYTES, sync_blocks)
         for turn in range(ROUNDS):
-            for direction, found in speeds.items():
-                if turn % 2:
-                    ours = tier_bytes_per_s(tier, load, direction)
-                    theirs = fio_bytes_per_s(directory, direction, durability)
-                else:
-                    theirs = fio_bytes_per_s(directory, direction, durability)
-                    ours = tier_bytes_per_s(tier, load, direction)
-                found.append((ours, theirs))
+            for direction, pairs in found.items():
+                first = tier_bytes_per_s(tier, load, direction) if turn % 2 else 0.0
+                theirs = fio.bytes_per_s(place, direction, ROUND_BYTES, sync_blocks)
+                pairs.append((first or tier_bytes_per_s(tier, load, direction), theirs))
     finally:
         assert tier.close(WAIT_S)
-    for direction, found in speeds.items():
-        best = [max(column) / 1e9 for column in zip(*found, strict=True)]
-        middle = [statistics.median(column) / 1e9 for column in zip(*found, strict=True)]
-        print(
-            f"{durability:8} {direction:6} GB/s  tier {middle[0]:.2f} (best {best[0]:.2f})  "
-            f"fio {middle[1]:.2f} (best {best[1]:.2f})  "
-            f"ratios {' '.join(f'{ours / theirs:.2f}' for ours, theirs in found)}"
-        )
-    return {
-        direction: statistics.median(ours / theirs for ours, theirs in found)
-        for direction, found in speeds.items()
-    }
+    return found
 
 
-def measure(parent: Path) -> dict[str, float]:
-    """The figures of this benchmark; needs fio and 1 GiB below `parent`, which are given back."""
-    if shutil.which("fio") is None:
-        raise SystemExit("spill_raw compares with fio: install it (Debian: apt-get install fio)")
-    figures = {}
-    with tempfile.TemporaryDirectory(dir=parent) as directory:
-        for durability, name in NAMES.items():
-            place = Path(directory) / durability
-            place.mkdir()
-            ratio = compare(place, durability)
-            figures[f"{name}.spill.ratio_fio"] = ratio["write"]
-            figures[f"{name}.restore.ratio_fio"] = ratio["read"]
-            shutil.rmtree(place)
+def measure() -> list[Figure]:
+    """The figures of this benchmark. Errors: FioMissing."""
+    fio.require()
+    figures = []
+    for durability, name in NAMES.items():
+        with directory() as place:
+            found = compare(place, durability)
+        for direction, pairs in found.items():
+            ours, theirs = (max(column) / 1e9 for column in zip(*pairs, strict=True))
+            figures.append(
+                middle(
+                    f"{name}.raw.{'spill' if direction == 'write' else 'restore'}.ratio_fio",
+                    [mine / reference for mine, reference in pairs],
+                    note=f"best of all rounds: tier {ours:.2f}, fio {theirs:.2f} GB/s",
+                )
+            )
     return figures
-
-
-def main() -> None:
-    """Measure below the given directory (default: build) and add to build/bench.json there."""
-    build = Path(__file__).parents[2] / "build"
-    build.mkdir(exist_ok=True)
-    figures = measure(Path(sys.argv[1]) if len(sys.argv) > 1 else build)
-    path = build / "bench.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(known | figures, indent=1, sort_keys=True) + "\n")
-    for figure, value in figures.items():
-        print(f"{figure} = {value:.3f}")
-
-
-if __name__ == "__main__":
-    main()
