@@ -38,6 +38,7 @@ class AsyncDriver:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.closed = False
+        self.inline_copy_bytes = INLINE_COPY_BYTES
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sock: socket.socket | None = None
         self._unsent = b""
@@ -89,7 +90,7 @@ class AsyncDriver:
             )
 
     async def _run(self, effect: Run) -> None:
-        if effect.size_bytes <= INLINE_COPY_BYTES:
+        if effect.size_bytes <= self.inline_copy_bytes:
             effect.work()
             return
         assert self._loop is not None

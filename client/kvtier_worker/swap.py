@@ -71,7 +71,7 @@ class DaemonStore:
         self._client = client
         self._pool = pool
         self._wait_s = wait_s
-        self._layout = kv.Layout(
+        self.layout = kv.Layout(
             model=model,
             dtype="float32",
             layers=shape.layers,
@@ -80,7 +80,7 @@ class DaemonStore:
             block_tokens=shape.block_tokens,
             block_bytes=shape.block_bytes,
         )
-        client.register_layout(self._layout)
+        client.register_layout(self.layout)
         self._kept: dict[int, _Kept] = {}
         self._figures = SwapFigures()
 
@@ -90,7 +90,7 @@ class DaemonStore:
         started_s = perf_counter()
         try:
             if kept is None:
-                session = self._client.open_session(layouts=[self._layout])
+                session = self._client.open_session(layouts=[self.layout])
                 kept = self._kept[sequence.id] = _Kept(session)
             written = self._write(sequence, kept)
         except _NOT_SAVED:
@@ -100,7 +100,7 @@ class DaemonStore:
         self._count(
             swap_outs=1,
             out_blocks=written,
-            out_bytes=written * self._layout.block_bytes,
+            out_bytes=written * self.layout.block_bytes,
             out_s=perf_counter() - started_s,
         )
         return kept.tokens
@@ -130,7 +130,7 @@ class DaemonStore:
         self._count(
             swap_ins=1,
             in_blocks=verified,
-            in_bytes=verified * self._layout.block_bytes,
+            in_bytes=verified * self.layout.block_bytes,
             in_s=perf_counter() - started_s,
             hashes_checked=int((right | wrong).sum()),
             hashes_wrong=int(wrong.sum()),
@@ -168,9 +168,9 @@ class DaemonStore:
             self.save(sequence)
         kept = self._kept.pop(sequence.id, None)
         if kept is None:
-            kept = _Kept(self._client.open_session(layouts=[self._layout]))
+            kept = _Kept(self._client.open_session(layouts=[self.layout]))
         saved = SavedSession(
-            layout=self._layout.fingerprint(),
+            layout=self.layout.fingerprint(),
             tokens=sequence.tokens,
             prompt_tokens=sequence.prompt_tokens,
             end_tokens=sequence.end_tokens,
@@ -190,7 +190,7 @@ class DaemonStore:
         session = self._client.resume_session(bytes.fromhex(token))
         version, data = session.get_blob()
         saved = decode_saved(data)
-        if saved.layout != self._layout.fingerprint():
+        if saved.layout != self.layout.fingerprint():
             raise CannotSuspend(
                 "the session was suspended by another model, or with another block size; resume"
                 " it with the model and block_tokens that it had"
@@ -221,7 +221,7 @@ class DaemonStore:
     def _write(self, sequence: Sequence, kept: _Kept) -> int:
         """Swap out the blocks that grew since the last time; the result is how many."""
         tokens = sequence.computed_tokens
-        start = kept.tokens // self._layout.block_tokens
+        start = kept.tokens // self.layout.block_tokens
         if tokens == kept.tokens:
             return 0
         pages = range(start, self._pool.shape.blocks(tokens))
@@ -240,7 +240,7 @@ class DaemonStore:
         return len(pages)
 
     def _valid(self, page: int, tokens: int) -> int:
-        return min(self._layout.block_tokens, tokens - page * self._layout.block_tokens)
+        return min(self.layout.block_tokens, tokens - page * self.layout.block_tokens)
 
     def _record(self, view: NDArray[np.uint8]) -> Tensor:
         """A slot's bytes as one block record. Shapes: [1, *BlockShape.record]."""

@@ -3,6 +3,7 @@
 python -m tests.bench [NAME ...]
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ def main(names: list[str]) -> None:
         raise SystemExit(
             f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}"
         )
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # installed programs have theirs compiled
     found: list[Figure] = []
     print(figures.load(), flush=True)
     for name in names or BENCHMARKS:

@@ -60,9 +60,11 @@ class Memory:
 @contextmanager
 def session() -> Iterator[tuple[Client, Session]]:
     """A session of a daemon of its own."""
-    with daemon(ARENA_BYTES) as process:
-        with Client(process.client_path, name="bench", prefault=True) as client:
-            yield client, client.open_session([layout()])
+    with (
+        daemon(ARENA_BYTES) as process,
+        Client(process.client_path, name="bench", prefault=True) as client,
+    ):
+        yield client, client.open_session([layout()])
 
 
 def seconds(work: Callable[[], None]) -> float:

@@ -1,4 +1,4 @@
-"""fio as the reference of the NVMe tier: same directory, block size, depth, O_DIRECT and syncing."""
+"""fio as the reference of the NVMe tier: same directory, block size, depth and syncing."""
 
 import json
 import os

@@ -4,7 +4,8 @@ Rounds of fio and of the tier alternate, and each figure is the median of the ro
 shared disk's speed differs from one second to the next, and fio's own by how contiguous the memory
 is that each of its processes happens to get (the best of all rounds is printed for that reason).
 Both sides first write their files once, so that neither pays for allocating them while measured.
-The tier joins neighbouring blocks into one call, and computes or verifies every block's checksum."""
+The tier joins neighbouring blocks into one call, and computes or verifies every block's checksum.
+"""
 
 import threading
 import time
