@@ -18,11 +18,12 @@ from kvtier_client.errors import Internal, KvtierError, NotOwner, ShuttingDown, 
 from kvtierd import __version__, systemd
 from kvtierd import config as configuration
 from kvtierd.catalog.errors import CatalogError, CatalogFull
-from kvtierd.catalog.rows import BlobRecord, ForgetSession, Op, SaveIdle
+from kvtierd.catalog.rows import BlobRecord, Op, SaveIdle
 from kvtierd.catalog.writer import CatalogWriter
 from kvtierd.config import Config, ConfigError
 from kvtierd.core import actions as act
 from kvtierd.core.leases import Member, Peer
+from kvtierd.core.slabs import READY
 from kvtierd.mover import Mover
 from kvtierd.operator import Operator
 from kvtierd.oplog import op_of
@@ -82,8 +83,6 @@ class Daemon:
         for member in self.parts.watched:
             self._watch_recovered(member)
         self.perform()
-        forgotten = self.parts.outcome.forgotten
-        self._save([ForgetSession(tenant.name, hashed) for tenant, hashed in forgotten], None)
         client, admin = self.config.socket.client_path, self.config.socket.admin_path
         self._listeners = [
             Listener(self, client, 0o666, admin=False),
@@ -157,20 +156,21 @@ class Daemon:
         log.info("stopped")
 
     async def _spill_all(self, until_s: float) -> None:
-        """Move every block to NVMe, because this daemon's memory ends with it."""
-        while self._loop.time() < until_s:
-            moved = sum(
-                self.state.evictor.evict(tenant, 1 << 30)
-                for tenant in self.state.world.tenants.values()
-            )
+        """Copy every block to NVMe, because this daemon's memory ends with it."""
+        tenants = self.state.world.tenants.values()
+        while (now_s := self._loop.time()) < until_s:
+            self.state.world.now_s = now_s
+            moved = sum(self.state.evictor.save(tenant) for tenant in tenants)
             self.perform()
             if not moved and self.mover.idle.is_set():
-                break
+                if all(tenant.spill_retry_s <= now_s for tenant in tenants):
+                    break
+                await asyncio.sleep(TICK_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(until_s - self._loop.time(), 0.01)):
                     await self.mover.idle.wait()
-        for tenant in self.state.world.tenants.values():
-            left = sum(p.dram.counts[2] - p.clean for p in tenant.pools.values())
+        for tenant in tenants:
+            left = sum(p.dram.counts[READY] - p.clean for p in tenant.pools.values())
             if left:
                 log.error("tenant %s: %d blocks are only in memory and end here", tenant.name, left)
 

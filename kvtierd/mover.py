@@ -1,11 +1,10 @@
-"""Carries out what the core asks for below DRAM: demote, promote, clear; and writes DRAM headers.
+"""Carries out what the core asks for below DRAM: demote, promote, clear.
 
 The core decides what moves; the mover turns rows into jobs of the spill tier, holds them back while
 the tier's queue is full, and brings every result back to the core on the event loop.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -13,22 +12,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier_client.wire import CACHED, HELD, NO_NODE
 from kvtierd.core import copies
-from kvtierd.core.actions import Clear, Demote, Promote, Publish, PublishOne
-from kvtierd.core.blocks import F_HELD, NONE, Rows, Slots
+from kvtierd.core.actions import Clear, Demote, Promote
 from kvtierd.core.slabs import ready_words
 from kvtierd.core.state import State
-from kvtierd.core.tenant import Pool
-from kvtierd.core.world import World
+from kvtierd.dram_headers import DramHeaders, body_fields
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.bodies import (
-    BLOCK_KEYED,
-    BLOCK_SESSION,
-    CHECKSUM_NONE,
-    CHECKSUM_XXH3,
-    BodyFields,
-    BodyTemplate,
     compose,
 )  # fmt: skip
 from kvtierd.tiers.pool import Priority
@@ -53,58 +43,6 @@ _OUTCOME[Status.MISMATCH] = copies.MISMATCH
 _OUTCOME[Status.CANCELLED] = copies.CANCELLED
 
 
-def body_fields(
-    world: World, pool: Pool, rows: Rows, kind: Kind, slots: Slots | int, lease: int
-) -> BodyFields:
-    """What the header bodies of rows say."""
-    table, nodes = world.table, world.node_table
-    index = table.node[rows]
-    keyed = index == NONE
-    checksum = table.checksum[rows]
-    return BodyFields(
-        kind=int(kind),
-        slot=slots,
-        owner0=table.owner0[rows],
-        owner1=table.owner1[rows],
-        node=np.where(keyed, NO_NODE, nodes.node[index]),
-        page=table.page[rows],
-        valid_tokens=table.valid[rows],
-        length_bytes=pool.layout.block_bytes,
-        payload_sum=checksum,
-        seq=table.seq[rows],
-        layout0=pool.layout0,
-        layout1=pool.layout1,
-        lease=lease,
-        parent=np.where(keyed, NO_NODE, nodes.parent[index]),
-        fork_tokens=np.where(keyed, 0, nodes.fork_tokens[index]),
-        tenant=pool.tenant.number,
-        block_kind=np.where(keyed, BLOCK_KEYED, BLOCK_SESSION),
-        retention=np.where((table.flags[rows] & F_HELD) != 0, HELD, CACHED),
-        checksum_kind=np.where(checksum != 0, CHECKSUM_XXH3, CHECKSUM_NONE),
-        priority=table.priority[rows],
-        created_s=int(time.time()),
-        generation=world.generation,
-    )
-
-
-def body_template(generation: int, action: PublishOne) -> BodyTemplate:
-    """What the DRAM bodies of one node's blocks have in common."""
-    pool, node = action.pool, action.node
-    session, parent = node.session, node.parent
-    return BodyTemplate(
-        BodyFields(
-            kind=int(Kind.ARENA), slot=0, owner0=session.owner0, owner1=session.owner1,
-            node=node.id, page=0, valid_tokens=0, length_bytes=pool.layout.block_bytes,
-            payload_sum=action.checksum, seq=0, layout0=pool.layout0, layout1=pool.layout1,
-            lease=0, parent=NO_NODE if parent is None else parent.id,
-            fork_tokens=node.fork_tokens, tenant=pool.tenant.number, block_kind=BLOCK_SESSION,
-            retention=HELD if action.kept else CACHED,
-            checksum_kind=CHECKSUM_XXH3 if action.checksum else CHECKSUM_NONE,
-            priority=session.priority, created_s=int(time.time()), generation=generation,
-        )
-    )  # fmt: skip
-
-
 class Mover:
     """Between the core and the spill tier; lives on the event loop's thread."""
 
@@ -117,18 +55,15 @@ class Mover:
         after: Callable[[], None],
     ) -> None:
         self._state, self._spill, self._arenas = state, spill, arenas
+        state.world.publisher = DramHeaders(state.world, arenas)
         self._loop, self._after = loop, after
         self._queues: dict[Priority, deque[tuple[Demote | Promote | Clear, int]]] = {
             priority: deque() for priority in Priority
         }
         self._running: dict[int, Demote | Promote | Clear] = {}
-        self._templates: dict[tuple[int, int, bool, int], BodyTemplate] = {}  # of this second
-        self._second = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._do: dict[type, Callable[[Any], None]] = {
-            Publish: self.publish,
-            PublishOne: self.publish_one,
             Demote: self._demote,
             Promote: self._promote,
             Clear: self._clear,
@@ -138,31 +73,6 @@ class Mover:
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """Which actions the mover carries out."""
         return self._do
-
-    # ---------------------------------------------------------------- DRAM
-
-    def publish(self, action: Publish) -> None:
-        """Write the header bodies of blocks that have just become READY in DRAM."""
-        world = self._state.world
-        pool, rows, slots = action.pool, action.rows, action.slots
-        headers = self._arenas[pool.tenant.name].headers
-        fields = body_fields(world, pool, rows, Kind.ARENA, slots, action.lease)
-        headers.write_bodies(slots, compose(len(rows), fields))
-
-    def publish_one(self, action: PublishOne) -> None:
-        """The same for one block."""
-        pool = action.pool
-        second = int(time.monotonic())
-        if second != self._second:
-            self._second = second
-            self._templates.clear()
-        what = (action.node.index, pool.number, action.kept, action.checksum)
-        template = self._templates.get(what)
-        if template is None:
-            template = body_template(self._state.world.generation, action)
-            self._templates[what] = template
-        body = template.seal(action.slot, action.page, action.valid, action.seq, action.lease)
-        self._arenas[pool.tenant.name].headers.write_body(action.slot, body)
 
     # ---------------------------------------------------------------- NVMe
 

@@ -42,6 +42,10 @@ def _drop_session(action: act.DropSession) -> rows.Op:
     return rows.DropSession(action.session.tenant.name, action.session.token_hash)
 
 
+def _forget_session(action: act.ForgetSession) -> rows.Op:
+    return rows.ForgetSession(action.tenant.name, action.token_hash)
+
+
 def _save_layout(action: act.SaveLayout) -> rows.Op:
     return rows.SaveLayout(action.pool.tenant.name, action.pool.layout)
 
@@ -66,6 +70,7 @@ _OPS: Final[dict[type, Callable[[Any], rows.Op]]] = {
     act.SaveNodes: _save_nodes,
     act.DropNodes: _drop_nodes,
     act.DropSession: _drop_session,
+    act.ForgetSession: _forget_session,
     act.SaveLayout: _save_layout,
     act.SaveBlob: _save_blob,
     act.SaveHolds: _save_holds,

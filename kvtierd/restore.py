@@ -11,9 +11,9 @@ from kvtier_client.wire import HELD
 from kvtierd.catalog.rows import CatalogSnapshot, SessionRecord
 from kvtierd.core.blocks import Slots
 from kvtierd.core.leases import Member
+from kvtierd.core.reclaim import FoundMember
 from kvtierd.core.recover import (
     Found,
-    FoundMember,
     FoundNode,
     FoundSession,
     Outcome,
@@ -121,7 +121,7 @@ class Restore:
             )
             for r in headers.clients()
         ]  # fmt: skip
-        return self.recovery.clients(tenant, members, np.concatenate(busy), np.concatenate(read))
+        return self.state.reclaim.clients(tenant, members, np.concatenate(busy), np.concatenate(read))
 
     def _adopt(self, pool: Pool, found: Found, dram: list[int], nvme: list[int]) -> None:
         """Give a pool its slabs and the blocks in them."""

@@ -39,6 +39,9 @@ from kvtierd.tiers.superblock import Expected, Geometry, Kind
 
 LAYOUTS_PER_TENANT = 4096
 WAITING_PER_TENANT = 65536
+GENERATION_SHIFT = 40
+"""Sequence numbers begin above those of all earlier lives, also of blocks that are gone. Their low
+half, which ties a slot's word to its body, begins at random, so that no old body fits by chance."""
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +78,8 @@ def start(config: Config, *, discard_dram: bool = False) -> Parts:
     """Open everything and rebuild the tables. Errors: StartError, and nothing has changed."""
     began_s = time.monotonic()
     with contextlib.ExitStack() as undo:
-        runtime = _lock_runtime(config.runtime_dir)
-        undo.callback(runtime)
+        runtime, made = _lock_runtime(config.runtime_dir)
+        undo.callback(_leave_runtime, config.runtime_dir, runtime, made)
         directory = lock_directory(config.state_dir)
         undo.callback(directory.discard)
         catalog = Catalog.open(directory, config.spill.durability)
@@ -84,7 +87,7 @@ def start(config: Config, *, discard_dram: bool = False) -> Parts:
         files = open_spill(_spill_settings(config), catalog.instance, catalog.generation)
         undo.callback(files.abandon)
         keeper = open_keeper(config.recovery.memory, config.runtime_dir)
-        undo.callback(keeper.close)
+        undo.callback(keeper.abandon)
         arenas = _arenas(config, catalog.instance, keeper, discard_dram, undo)
         generation = catalog.generation + 1
         state = _state(config, arenas, files, generation)
@@ -97,7 +100,7 @@ def start(config: Config, *, discard_dram: bool = False) -> Parts:
 
     def close_locks() -> None:
         directory.close()
-        runtime()
+        os.close(runtime)
 
     log.info(
         "ready in %.2f s: generation %d, %d sessions (%d orphans from headers), %d blocks, %d "
@@ -111,10 +114,12 @@ def start(config: Config, *, discard_dram: bool = False) -> Parts:
     )  # fmt: skip
 
 
-def _lock_runtime(path: str) -> Callable[[], None]:
-    """Make and lock the runtime directory: its sockets belong to one daemon."""
+def _lock_runtime(path: str) -> tuple[int, bool]:
+    """Make and lock the runtime directory, for its sockets belong to one daemon; returns its
+    descriptor and whether it was made now."""
     asked = f"cannot use runtime_dir {path}"
     try:
+        made = not os.path.isdir(path)
         os.makedirs(path, 0o755, exist_ok=True)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -130,7 +135,14 @@ def _lock_runtime(path: str) -> Callable[[], None]:
         raise StartError(
             asked, "another kvtierd runs in it", "stop that one, or set another runtime_dir"
         ) from error
-    return lambda: os.close(fd)
+    return fd, made
+
+
+def _leave_runtime(path: str, fd: int, made: bool) -> None:
+    if made:
+        with contextlib.suppress(OSError):  # somebody has put something there
+            os.rmdir(path)
+    os.close(fd)
 
 
 def _spill_settings(config: Config) -> SpillSettings:
@@ -288,6 +300,7 @@ def _state(config: Config, arenas: dict[str, Arena], files: SpillFiles, generati
     world = World(
         core_limits(config), nvme, boot=secrets.randbits(62) + 1, salt=secrets.randbits(64),
         generation=generation, now_s=time.monotonic(),
+        seq=generation << GENERATION_SHIFT | secrets.randbits(32),
     )  # fmt: skip
     worlds.append(world)
     for tenant in config.tenants:

@@ -24,6 +24,7 @@ from kvtier_client.link import (
     receive,
 )
 from kvtier_client.protocol import Pending, Phase, ended
+from kvtier_client.single import Single, ask_one, read_one, write_one
 
 SEND_STALL_S: Final = 30.0
 """A daemon that takes no bytes for so long is taken for gone."""
@@ -51,9 +52,7 @@ class Driver:
 
     def run(self, op: Op[T]) -> T:
         """Carry an operation out and return its result. Errors: whatever it raises."""
-        self.core.check_process()
-        if self.closed.is_set():
-            raise ConnectionLost("this client is closed: open a new one")
+        self._check()
         protocol = self.core.protocol
         try:
             effect = next(op)
@@ -76,6 +75,36 @@ class Driver:
             return result
         finally:
             if protocol.urgent:
+                self.flush()
+
+    def _check(self) -> None:
+        self.core.check_process()
+        if self.closed.is_set():
+            raise ConnectionLost("this client is closed: open a new one")
+
+    def out_now(self, single: Single, valid: int, retention: int) -> bool:
+        """Swap one block out without waiting; False when the long way must be taken."""
+        self._check()
+        try:
+            return write_one(single, valid, retention, False) is not None
+        finally:
+            if self.core.protocol.urgent:
+                self.flush()
+
+    def in_now(self, single: Single, wait_s: float) -> int | None:
+        """As `single.in_one`, without the steps of an operation."""
+        self._check()
+        timeout_s = ask_one(single, wait_s)
+        try:
+            self.flush()
+            self.wait((single.pending,), timeout_s)
+        except BaseException:
+            self.core.abandon(single.pending)
+            raise
+        try:
+            return read_one(single)
+        finally:
+            if self.core.protocol.urgent:
                 self.flush()
 
     def _pause(self, effect: Any) -> None:

@@ -36,6 +36,7 @@ from kvtier_client.link import CLOSE_TIMEOUT_S
 from kvtier_client.ops import LayoutRef, SessionCore
 from kvtier_client.protocol import Pending
 from kvtier_client.records import Records
+from kvtier_client.single import single_of
 
 
 class Client(ClientState):
@@ -259,12 +260,17 @@ class Session(SessionState):
 
         Durability: with `ack` it returns when the daemon has committed every block; the source
         pages may then be reused. `ack=False` returns when the bytes are in the arena and the
-        commits are sent: a daemon killed now may still need the client to repeat them, which it
-        does by itself, so keep the records only if you could not bear a refusal, and call
-        `flush()` before you rely on the blocks; it raises what a commit met.
+        commits are on their way (those of single blocks wait up to half a second for company): a
+        daemon killed now may still need the client to repeat them, which it does by itself, so
+        keep the records only if you could not bear a refusal, and call `flush()` before you rely
+        on the blocks; it raises what a commit met.
         Errors: ArenaFull or SpillFull after `wait_s`, with earlier windows stored; repeating the
         call is harmless.
         """
+        if type(pages) is int and type(valid) is int and not ack and draw is None:
+            one = single_of(self._session, layout, node, pages, records)
+            if one is not None and self._client._driver.out_now(one, valid, retention):
+                return
         source = None if draw is None else draw._lease
         op = swap.swap_out(
             self._session, records, pages, valid, node, layout, retention, wait_s, ack, source
@@ -284,6 +290,12 @@ class Session(SessionState):
         Records as for `swap_out`; a callable is `drain(views, i, j)`. On an error, records hold
         nothing that may be used. Errors: BlockLost, ChecksumMismatch (with `pages`); ArenaFull.
         """
+        if type(pages) is int:
+            one = single_of(self._session, layout, node, pages, records)
+            if one is not None and one.row.flags.writeable:
+                tokens = self._client._driver.in_now(one, wait_s)
+                if tokens is not None:
+                    return np.array((tokens,), np.uint32)
         return self._run(swap.swap_in(self._session, records, pages, node, layout, wait_s))
 
     def prefetch(

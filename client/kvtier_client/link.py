@@ -10,7 +10,8 @@ from kvtier_client.core import Core
 from kvtier_client.errors import ConnectionLost, KvtierError, ProtocolError
 from kvtier_client.protocol import Phase
 
-RECEIVE_BYTES: Final = 256 << 10
+RECEIVE_BYTES: Final = 64 << 10
+"""Most bytes of one read. Twice as many would be memory that is mapped and returned each time."""
 DESCRIPTORS: Final = 4
 """Most descriptors taken with one read; the protocol passes one."""
 BACKOFF_FIRST_S: Final = 0.01

@@ -14,8 +14,9 @@ from kvtier_client.core import Core
 from kvtier_client.effects import Op, Wait
 from kvtier_client.errors import LeaseExpired
 from kvtier_client.leases import RegisteredLayout
-from kvtier_client.ops import SessionCore
+from kvtier_client.ops import LayoutRef, SessionCore
 from kvtier_client.pool import SlotPool, pool_blocks
+from kvtier_client.protocol import Pending, Phase
 
 SINGLE_BYTES: Final = 1 << 20
 """Largest block copied in place; a larger one is worth a hop to a thread in the async shell."""
@@ -23,13 +24,12 @@ LAZY_RELEASE_BYTES: Final = 2 << 20
 """The release of so little may wait for the next request, unless the arena is under pressure."""
 UNSETTLED_LIMIT: Final = 256
 """Requests without answer or acknowledgement above which `ack=False` waits for them first."""
-FIRST_SLOT: Final = bytes(4)
 
 
 class Single:
     """One block: where it belongs, and the caller's memory."""
 
-    __slots__ = ("core", "layout", "node", "page", "row", "session")
+    __slots__ = ("core", "layout", "node", "page", "pending", "row", "session")
 
     def __init__(
         self, session: SessionCore, layout: RegisteredLayout, node: int, page: int, row: Bytes
@@ -40,6 +40,25 @@ class Single:
         self.node = node
         self.page = page
         self.row = row
+        self.pending: Pending
+        """The request of a swap-in."""
+
+
+def single_of(
+    session: SessionCore, layout: LayoutRef | None, node: int, page: int, records: Any
+) -> Single | None:
+    """One plain block of a session, or None when the long way must look at it."""
+    core = session.core
+    if layout is None:
+        known = core.layouts.get(session.layouts[0]) if len(session.layouts) == 1 else None
+    else:
+        known = core.layouts.get(layout)
+        if known is not None and known.fingerprint not in session.layouts:
+            return None
+    if known is None or not 0 <= page <= 0xFFFFFFFF:
+        return None
+    row = plain_row(core, known, records)
+    return None if row is None else Single(session, known, node, page, row)
 
 
 def plain_row(core: Core, layout: RegisteredLayout, records: Any) -> Bytes | None:
@@ -71,89 +90,104 @@ def pool_of(core: Core, layout: RegisteredLayout) -> SlotPool | None:
     return pool
 
 
-def out_one(single: Single, valid: int, retention: int, ack: bool) -> Op[bool]:
-    """Swap one block out through a pre-granted slot; False when the long way must be taken."""
-    core, page, block_bytes = single.core, single.page, single.layout.block_bytes
+def write_one(single: Single, valid: int, retention: int, ack: bool) -> Pending | None:
+    """Copy one block into a pre-granted slot and queue its commit; None for the long way."""
+    core, protocol, block_bytes = single.core, single.core.protocol, single.layout.block_bytes
     pool = core.pools.get(single.layout.fingerprint)
-    fits = 0 <= page <= 0xFFFFFFFF and 0 <= valid <= 0xFFFFFFFF
-    if pool is None or not fits or core.protocol.unsettled >= UNSETTLED_LIMIT:
-        return False
+    if pool is None or not 0 <= valid <= 0xFFFFFFFF or protocol.unsettled >= UNSETTLED_LIMIT:
+        return None
     with core.lock:
         taken = pool.take(core, 1)
     if taken is None:
-        return False
+        return None
     lease, index = taken
-    offset = int(lease.offsets[index])
     try:
+        offset = lease.offsets.item(index)
         np.copyto(lease.arena.bytes[offset : offset + block_bytes], single.row)
         with core.lock:
             lease.named_blocks += 1
-            send = core.send if ack else core.send_oneway
-            pending = send(
-                wire.Commit,
-                lease.id,
-                single.session.id,
-                single.node,
-                index.to_bytes(4, "little"),
-                page.to_bytes(4, "little"),
-                valid.to_bytes(4, "little"),
-                retention,
-                lease=lease,
-            )
+            lease.unsettled += 1
+            core.stats.requests += 1
+            core.stats.swapped_out_bytes += block_bytes
+            request = wire.Commit(
+                protocol.next_id(), lease.id, single.session.id, single.node,
+                index.to_bytes(4, "little"), single.page.to_bytes(4, "little"),
+                valid.to_bytes(4, "little"), retention,
+            )  # fmt: skip
+            lazily = not ack and not core.stats.pressure
+            return protocol.submit(request, lease, oneway=not ack, lazily=lazily)
     finally:
         with core.lock:
             pool.leave(core, lease)
+
+
+def out_one(single: Single, valid: int, retention: int, ack: bool) -> Op[bool]:
+    """Swap one block out through a pre-granted slot; False when the long way must be taken."""
+    core = single.core
+    pending = write_one(single, valid, retention, ack)
+    if pending is None:
+        return False
     if ack:
         try:
             yield Wait((pending,), core.deadline_s)
             pending.value(wire.Done)
         except LeaseExpired:
             core.stats.repeated_windows += 1
+            core.stats.swapped_out_bytes -= single.layout.block_bytes
             return False
         except BaseException:
             core.abandon(pending)
             raise
-    core.stats.swapped_out_bytes += block_bytes
     return True
+
+
+def ask_one(single: Single, wait_s: float) -> float:
+    """Queue the request for one block; returns how long to wait for the answer."""
+    core, protocol = single.core, single.core.protocol
+    wait_s = min(wait_s, core.limits().wait_max_s)
+    with core.lock:
+        core.stats.requests += 1
+        request = wire.Acquire(
+            protocol.next_id(), core.next_lease(), single.session.id, single.node,
+            single.layout.fingerprint, single.page, 1, wait_s,
+        )  # fmt: skip
+        single.pending = protocol.submit(request)
+    return core.deadline_s + wait_s
+
+
+def read_one(single: Single) -> int | None:
+    """Copy the block that was granted; its valid tokens, or None for the long way."""
+    core, block_bytes = single.core, single.layout.block_bytes
+    protocol, reply, arena = core.protocol, single.pending.reply, core.arena
+    if type(reply) is not wire.Granted or arena is None:
+        return None  # the long way asks again and raises what is wrong
+    lease = reply.lease
+    with core.lock:
+        protocol.held[lease] = wire.HeldLease(lease, False, reply.offsets)
+    whole = False
+    try:
+        offset = int.from_bytes(reply.offsets, "little")
+        if len(reply.offsets) == 8 == 2 * len(reply.valid) and offset <= arena.size_bytes:
+            np.copyto(single.row, arena.bytes[offset : offset + block_bytes])
+            whole = protocol.phase is Phase.READY and protocol.boot == reply.boot
+    finally:
+        with core.lock:
+            protocol.held.pop(lease, None)
+            core.stats.requests += 1
+            release = wire.Release(protocol.next_id(), lease)
+            protocol.submit(release, oneway=True, lazily=not core.stats.pressure)
+    if not whole:
+        return None  # the daemon restarted while the bytes were copied, or is not to be understood
+    core.stats.swapped_in_bytes += block_bytes
+    return int.from_bytes(reply.valid, "little")
 
 
 def in_one(single: Single, wait_s: float) -> Op[int | None]:
     """Swap one block in; its valid tokens, or None when the long way must be taken."""
-    core, block_bytes = single.core, single.layout.block_bytes
-    protocol, page = core.protocol, single.page
-    wait_s = min(wait_s, core.limits().wait_max_s)
-    if not 0 <= page <= 0xFFFFFFFF:
-        return None
-    pending = core.send(
-        wire.Acquire,
-        core.next_lease(),
-        single.session.id,
-        single.node,
-        single.layout.fingerprint,
-        page,
-        1,
-        wait_s,
-    )
+    timeout_s = ask_one(single, wait_s)
     try:
-        yield Wait((pending,), core.deadline_s + wait_s)
+        yield Wait((single.pending,), timeout_s)
     except BaseException:
-        core.abandon(pending)
+        single.core.abandon(single.pending)
         raise
-    reply, arena = pending.reply, core.arena
-    if type(reply) is not wire.Granted or arena is None:
-        return None  # the long way asks again and raises what is wrong
-    held, offset = protocol.held, int.from_bytes(reply.offsets, "little")
-    sound = len(reply.offsets) == 8 == 2 * len(reply.valid)
-    whole = False
-    try:
-        if sound and offset + block_bytes <= arena.size_bytes and reply.lease in held:
-            np.copyto(single.row, arena.bytes[offset : offset + block_bytes])
-            whole = reply.lease in held  # else a restart took it away while the bytes were copied
-    finally:
-        with core.lock:
-            if held.pop(reply.lease, None) is not None:
-                core.send_oneway(wire.Release, reply.lease, lazily=not core.stats.pressure)
-    if not whole:
-        return None
-    core.stats.swapped_in_bytes += block_bytes
-    return int.from_bytes(reply.valid, "little")
+    return read_one(single)

@@ -35,11 +35,10 @@ from kvtier_client.records import Copier, Records, copier
 from kvtier_client.single import (
     LAZY_RELEASE_BYTES,
     UNSETTLED_LIMIT,
-    Single,
     in_one,
     out_one,
-    plain_row,
     pool_of,
+    single_of,
 )
 
 WINDOW_BYTES: Final = 256 << 20
@@ -138,11 +137,9 @@ def swap_out(
     core = session.core
     known = yield from session_layout(session, layout)
     if type(pages) is int and type(valid) is int and draw is None:
-        row = plain_row(core, known, records)
-        if row is not None:
-            single = Single(session, known, node, pages, row)
-            if (yield from out_one(single, valid, retention, ack)):
-                return
+        single = single_of(session, layout, node, pages, records)
+        if single is not None and (yield from out_one(single, valid, retention, ack)):
+            return
     n, packed = page_numbers(pages)
     job = OutJob(session, known, n, packed, pack_u32(valid, "valid", n))
     if n == 0:
@@ -344,9 +341,9 @@ def swap_in(
     core = session.core
     known = yield from session_layout(session, layout)
     if type(pages) is int:
-        row = plain_row(core, known, records)
-        if row is not None and row.flags.writeable:
-            tokens = yield from in_one(Single(session, known, node, pages, row), wait_s)
+        single = single_of(session, layout, node, pages, records)
+        if single is not None and single.row.flags.writeable:
+            tokens = yield from in_one(single, wait_s)
             if tokens is not None:
                 return np.array([tokens], np.uint32)
     n, packed = page_numbers(pages)

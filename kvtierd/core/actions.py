@@ -22,29 +22,6 @@ class Send(msgspec.Struct):
     message: Reply
 
 
-class Publish(msgspec.Struct):
-    """Write the header bodies of rows whose DRAM slots have just become READY."""
-
-    pool: "Pool"
-    rows: Rows
-    slots: Slots
-    lease: int
-
-
-class PublishOne(msgspec.Struct):
-    """`Publish` for one block of a node, with what its body says."""
-
-    pool: "Pool"
-    node: "Node"
-    slot: int
-    page: int
-    valid: int
-    seq: int
-    checksum: int
-    kept: bool
-    lease: int
-
-
 class AssignSlab(msgspec.Struct):
     """Record in a tier's slab directory whose a slab is; `tenant` None means NVMe."""
 
@@ -116,6 +93,13 @@ class DropSession(msgspec.Struct):
     session: "Session"
 
 
+class ForgetSession(msgspec.Struct):
+    """Catalog: nothing on any medium is of a closed session any more; its tombstone goes."""
+
+    tenant: "Tenant"
+    token_hash: bytes
+
+
 class SaveLayout(msgspec.Struct):
     """Catalog: a tenant registered a layout."""
 
@@ -157,7 +141,7 @@ class Note(msgspec.Struct):
 
 
 Action = (
-    Note | Send | Publish | PublishOne | AssignSlab | Demote | Promote | Clear | RecordMember
-    | SaveSession | SaveNodes | DropNodes | DropSession | SaveLayout | SaveBlob | LoadBlob
-    | SaveHolds
+    Note | Send | AssignSlab | Demote | Promote | Clear | RecordMember
+    | SaveSession | SaveNodes | DropNodes | DropSession | ForgetSession | SaveLayout | SaveBlob
+    | LoadBlob | SaveHolds
 )  # fmt: skip

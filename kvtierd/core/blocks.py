@@ -1,7 +1,7 @@
 """The BlockTable: one row per block, as numpy columns."""
 
 import struct
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,20 @@ _ROW: Final = np.dtype(
 )
 _PACKED: Final = struct.Struct("<QQQQqqIiIIIHHBB6x")
 assert _PACKED.size == _ROW.itemsize
+_USE: Final = struct.Struct("<16xQ8xq20xIIH2xB")  # the columns that `Use` has
+_TOUCH_READERS: Final = struct.Struct("<IH")
+_TOUCH_AT: Final = int((_ROW.fields or {})["touch"][1])
+
+
+class Use(NamedTuple):
+    """The columns that matter to a reader of one row."""
+
+    checksum: int
+    dram: int
+    valid: int
+    touch: int
+    readers: int
+    flags: int
 
 
 class BlockTable:
@@ -84,6 +98,14 @@ class BlockTable:
     def fill_one(self, row: int, *values: int) -> None:
         """Set all columns of one row, in the order of `_ROW`; the short path of one commit."""
         _PACKED.pack_into(self._bytes, row * _PACKED.size, *values)
+
+    def use_of(self, row: int) -> Use:
+        """Some columns of one row; the short path of one read."""
+        return Use._make(_USE.unpack_from(self._bytes, row * _PACKED.size))
+
+    def set_use(self, row: int, touch: int, readers: int) -> None:
+        """Set two columns of one row."""
+        _TOUCH_READERS.pack_into(self._bytes, row * _PACKED.size + _TOUCH_AT, touch, readers)
 
     @property
     def used(self) -> int:

@@ -15,7 +15,6 @@ from kvtier_client.wire import (
     Commit,
     Done,
 )  # fmt: skip
-from kvtierd.core.actions import Publish, PublishOne
 from kvtierd.core.blocks import F_HELD, F_LOST, NONE, Rows, Slots
 from kvtierd.core.copies import Copies
 from kvtierd.core.leases import (
@@ -25,12 +24,17 @@ from kvtierd.core.leases import (
     unpack_u32,
 )  # fmt: skip
 from kvtierd.core.slabs import NO_SLOT, READY, WRITING, ready_words, word
-from kvtierd.core.tenant import Pool
-from kvtierd.core.tree import PAGE_GAP_MAX, Node, Session
-from kvtierd.core.world import World
+from kvtierd.core.tree import PAGE_GAP_MAX, Node, Run, Session
+from kvtierd.core.world import OneBlock, World
 from kvtierd.core.writes import Writes
 
 _NO_ROWS: Rows = np.empty(0, np.int64)
+
+
+def check_repeated(stored: NDArray[np.bool_], repeated: NDArray[np.bool_]) -> None:
+    """A slot may be named again only by the name that it got. Errors: InvalidArgument."""
+    if not stored[repeated].all():
+        raise InvalidArgument("a slot of this commit was committed before, under another name")
 
 
 class Commits:
@@ -52,14 +56,7 @@ class Commits:
         lease = peer.group.leases.get(req.lease)
         if lease is None or lease.kind is not Kind.WRITE or lease.expired:
             return self._repeated(peer, req, node, pages, valid)
-        pool = lease.pool
-        try:
-            part = session.part_of(pool)
-        except ValueError:
-            raise LayoutMismatch("the lease's layout is not one of the session's") from None
-        run = node.runs[part]
-        if node.ended:
-            raise UnknownBranch(f"node {node.id} was pruned down to what its children share")
+        run = self._run(lease, node)
         slots, index = self.take(lease, req.index, pages, valid)
         checksums = self.checksums(req.checksums, len(pages))
         if int(pages[0]) < run.start or int(pages[-1]) >= run.start + run.length + PAGE_GAP_MAX:
@@ -67,35 +64,48 @@ class Commits:
                 f"pages {pages[0]}..{pages[-1]} are outside what node {node.id} can have "
                 f"(from {run.start}, at most {PAGE_GAP_MAX} past its last)"
             )
+        repeated = slots < 0
+        if repeated.any():
+            # A CACHED block may have been dropped since it was committed.
+            stored = self._stored(run, pages, valid) | (req.retention == CACHED)
+            check_repeated(stored, repeated)
         run.reach(int(pages[-1]) + 1)
         named = run.rows[pages - run.start]
-        fresh = self._fresh(named, valid)
         kept = req.retention == HELD
-        if fresh is None:
-            rows = self.publish(lease, slots, index, pages, valid, checksums, node, kept)
-            run.rows[pages - run.start] = rows
-        else:
-            stale = slots[~fresh]
-            if len(stale):
-                pool.tenant.arena.free(pool.dram, stale, WRITING)
-                self.world.counters["duplicate_blocks"] += len(stale)
-            if fresh.any():
-                rows = self.publish(
-                    lease, slots[fresh], index[fresh], pages[fresh], valid[fresh],
-                    checksums[fresh], node, kept,
-                )  # fmt: skip
-                run.rows[pages[fresh] - run.start] = rows
-                old = named[fresh]
-                self.copies.drop(old[old != NONE])
-            lease.slots[index] = NONE
-            lease.left -= int(np.count_nonzero(~fresh))
-        self._note_length(node, int(pages[-1]) * pool.layout.block_tokens + int(valid[-1]))
+        new = self._fresh(named, valid, repeated, kept)
+        self._free_duplicates(lease, slots[~new & ~repeated], index)
+        if new.any():
+            rows = self.publish(
+                lease, slots[new], index[new], pages[new], valid[new], checksums[new], node, kept
+            )  # fmt: skip
+            run.rows[pages[new] - run.start] = rows
+            old = named[new]
+            self.copies.drop(old[old != NONE])
+        self._note_length(node, int(pages[-1]) * lease.pool.layout.block_tokens + int(valid[-1]))
         if not lease.left:
             self.writes.end_if_done(lease)
         return Done(req.id, self.world.boot, peer.acked, len(pages))
 
+    def _run(self, lease: Lease, node: Node) -> Run:
+        """The node's run in the part that a lease is for."""
+        try:
+            part = node.session.part_of(lease.pool)
+        except ValueError:
+            raise LayoutMismatch("the lease's layout is not one of the session's") from None
+        if node.ended:
+            raise UnknownBranch(f"node {node.id} was pruned down to what its children share")
+        return node.runs[part]
+
+    def _free_duplicates(self, lease: Lease, slots: Slots, index: NDArray[np.int64]) -> None:
+        """Free slots whose pages are stored already; the slots of a commit are used up."""
+        if len(slots):
+            lease.pool.tenant.arena.free(lease.pool.dram, slots, WRITING)
+            self.world.counters["duplicate_blocks"] += len(slots)
+            lease.left -= len(slots)
+        lease.slots[index] = NONE
+
     def _commit_one(self, peer: Peer, req: Commit, node: Node) -> bool:
-        """The short path: the one block of a lease, under a new name. False, and nothing done, for
+        """The short path: one block of a lease, under a new name. False, and nothing done, for
         all else. It uses memoryviews, which cost a fraction of numpy's scalar access."""
         lease = peer.group.leases.get(req.lease)
         if lease is None or lease.kind is not Kind.WRITE or lease.expired or node.ended:
@@ -103,15 +113,16 @@ class Commits:
         pool, world = lease.pool, self.world
         page, valid = int.from_bytes(req.pages, "little"), int.from_bytes(req.valid, "little")
         index = int.from_bytes(req.index, "little")
+        slot = lease.slot_at(index)
         if (
-            len(req.index) != 4 or len(req.valid) != 4 or index or lease.one < 0
+            len(req.index) != 4 or len(req.valid) != 4 or slot < 0
             or not 0 < valid <= pool.layout.block_tokens or req.retention not in (HELD, CACHED)
             or len(req.checksums) != (8 if world.limits.end_to_end else 0)
             or pool not in node.session.pools
         ):  # fmt: skip
             return False
         run = node.runs[node.session.part_of(pool)]
-        slot, place = lease.one, page - run.start
+        place = page - run.start
         if not 0 <= place < run.length + PAGE_GAP_MAX:
             return False
         if place >= run.length:
@@ -120,28 +131,31 @@ class Commits:
             return False
         kept = req.retention == HELD
         checksum = int.from_bytes(req.checksums, "little")
-        run.view[place] = self._add_one(slot, page, valid, pool, node, kept, checksum)
-        world.actions.append(
-            PublishOne(pool, node, slot, page, valid, world.seq, checksum, kept, lease.id)
-        )
-        lease.one, lease.left, lease.array = NO_SLOT, 0, _NO_ROWS
-        if not lease.promise:
-            self.writes.end(lease, 1)
+        block = OneBlock(pool, node, slot, page, valid, world.seq + 1, checksum, kept, lease.id)
+        world.publisher.publish_one(block)
+        run.view[place] = self._add_one(block)
+        lease.left -= 1
+        if lease.array is None:
+            lease.one, lease.array = NO_SLOT, _NO_ROWS
+        else:
+            lease.array[index] = NONE
+        if not lease.left and not lease.promise:
+            self.writes.end(lease, max(len(lease.array), 1))
         return True
 
-    def _add_one(
-        self, slot: int, page: int, valid: int, pool: Pool, node: Node, kept: bool, checksum: int
-    ) -> int:
-        """Make the row of a session's block that becomes READY in DRAM; returns the row."""
+    def _add_one(self, block: OneBlock) -> int:
+        """Make the row of a block whose body is written, and its word READY; returns the row."""
+        pool, node, slot, kept = block.pool, block.node, block.slot, block.kept
         world, session = self.world, node.session
         row = world.add_row()
         table = world.table
-        world.seq = seq = world.seq + 1
+        world.seq = seq = block.seq
         table.fill_one(
-            row, session.owner0, session.owner1, checksum, seq, slot, NONE, pool.number, node.index,
-            page, valid, int(world.now_s * 4.0), 0, 0, F_HELD if kept else 0, session.priority,
+            row, session.owner0, session.owner1, block.checksum, seq, slot, NONE, pool.number,
+            node.index, block.page, block.valid, int(world.now_s * 4.0), 0, 0,
+            F_HELD if kept else 0, session.priority,
         )  # fmt: skip
-        self._note_length(node, page * pool.layout.block_tokens + valid)
+        self._note_length(node, block.page * pool.layout.block_tokens + block.valid)
         arena, counts = pool.tenant.arena, pool.dram.counts
         arena.row_view[slot] = row + 1
         arena.word_view[slot] = word(READY, tag=seq)
@@ -155,7 +169,7 @@ class Commits:
     def take(
         self, lease: Lease, packed: bytes, pages: NDArray[np.int64], valid: NDArray[np.int64]
     ) -> tuple[Slots, NDArray[np.int64]]:
-        """Check what a commit names; returns the slots and their places in the lease."""
+        """Check what a commit names; returns slots (NONE: committed before) and their places."""
         index = unpack_u32(packed)
         n = len(index)
         if not n or len(pages) != n or len(valid) != n:
@@ -176,18 +190,31 @@ class Commits:
                 "a commit names distinct slots of its lease, pages in rising order and "
                 f"1..{tokens} valid tokens"
             )
-        slots = lease.slots[index]
-        if int(slots.min()) < 0:
-            raise InvalidArgument("a slot of this commit was committed before, under another name")
-        return slots, index
+        return lease.slots[index], index
 
-    def _fresh(self, named: Rows, valid: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        """Which blocks are new or longer than what is stored; None when all are new."""
-        if int(named.max()) == NONE:
-            return None
+    def _stored(
+        self, run: Run, pages: NDArray[np.int64], valid: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Which pages have at least so many valid tokens already."""
+        stored = np.zeros(len(pages), np.bool_)
+        places = pages - run.start
+        inside = np.flatnonzero((places >= 0) & (places < run.length))
+        rows = run.rows[places[inside]]
+        there = rows != NONE
+        enough = self.world.table.valid[rows[there]] >= valid[inside[there]]
+        stored[inside[there]] = enough
+        return stored
+
+    def _fresh(
+        self, named: Rows, valid: NDArray[np.int64], repeated: NDArray[np.bool_], kept: bool
+    ) -> NDArray[np.bool_]:
+        """Which blocks are new, longer than what is stored, or HELD where that is not."""
         table = self.world.table
         lost = (table.flags[named] & F_LOST) != 0
         fresh: NDArray[np.bool_] = (named == NONE) | (table.valid[named] < valid) | lost
+        if kept:
+            fresh |= (table.flags[named] & F_HELD) == 0
+        fresh &= ~repeated
         return fresh
 
     def publish(
@@ -200,16 +227,17 @@ class Commits:
         checksums: NDArray[np.uint64],
         node: Node | None,
         kept: bool,
+        keys: NDArray[np.uint64] | None = None,
     ) -> Rows:
-        """Make rows for slots of a lease and publish them as READY.
-
-        Keyed rows get their keys from the caller, before the actions of this event are done."""
+        """Make rows for slots of a lease and publish them as READY, for a node or under keys."""
         world, pool, n = self.world, lease.pool, len(slots)
         rows = world.add_rows(n)
         table = world.table
         seqs = world.take_seqs(n)
         if node is not None:
             table.owner0[rows], table.owner1[rows] = node.session.owner0, node.session.owner1
+        elif keys is not None:
+            table.owner0[rows], table.owner1[rows] = keys[:, 0], keys[:, 1]
         table.checksum[rows] = checksums
         table.seq[rows] = seqs
         table.dram[rows] = slots
@@ -223,6 +251,7 @@ class Commits:
         table.pins[rows] = 0
         table.flags[rows] = F_HELD if kept else 0
         table.priority[rows] = 0 if node is None else node.session.priority
+        world.publisher.publish(pool, rows, slots, lease.id)
         arena = pool.tenant.arena
         arena.row_of[slots] = rows + 1
         arena.set_state(pool.dram, slots, WRITING, ready_words(seqs))
@@ -232,7 +261,6 @@ class Commits:
         lease.left -= n
         world.counters["committed_blocks"] += n
         world.counters["committed_bytes"] += n * pool.layout.block_bytes
-        world.actions.append(Publish(pool, rows, slots, lease.id))
         return rows
 
     def checksums(self, packed: bytes, n: int) -> NDArray[np.uint64]:
@@ -258,14 +286,9 @@ class Commits:
         valid: NDArray[np.int64],
     ) -> Done:
         """A commit whose lease has ended: its first result, if what it names is there."""
-        table = self.world.table
         if len(pages) and len(pages) == len(valid):
             for run in node.runs:
-                places = pages - run.start
-                if places.min() < 0 or places.max() >= run.length:
-                    continue
-                rows = run.rows[places]
-                if (rows != NONE).all() and (table.valid[rows] >= valid).all():
+                if self._stored(run, pages, valid).all():
                     return Done(req.id, self.world.boot, peer.acked, len(pages))
         self.writes.lease(peer, req.lease)
         raise LeaseExpired(

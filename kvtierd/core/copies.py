@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtierd.core.actions import Clear, Demote, Promote, Publish
+from kvtierd.core.actions import Clear, Demote, Promote
 from kvtierd.core.blocks import (
     F_DOOMED,
     F_FILLING,
@@ -65,6 +65,7 @@ class Copies:
             doomed, idle = mine[busy], mine[~busy]
             table.flags[doomed] = (table.flags[doomed] & ~np.uint8(F_HELD)) | F_DOOMED
             table.pins[doomed] = 0
+            world.doomed += len(doomed)
             if len(idle):
                 self._free_rows(pool, idle)
         return len(rows)
@@ -113,16 +114,21 @@ class Copies:
         self.clear(pool, slots)
 
     def unread(self, pool: Pool, rows: Rows) -> None:
-        """Readers of rows went away: free those that were doomed meanwhile."""
+        """Readers of rows went away: free those that were doomed or lost meanwhile."""
         table = self.world.table
         flags = table.flags[rows]
-        if not (flags & F_DOOMED).any():
+        if not (flags & (F_DOOMED | F_LOST)).any():
             return
-        gone = rows[
-            ((flags & F_DOOMED) != 0) & ((flags & _INFLIGHT) == 0) & (table.readers[rows] == 0)
-        ]
+        idle = ((flags & _INFLIGHT) == 0) & (table.readers[rows] == 0)
+        doomed = (flags & F_DOOMED) != 0
+        gone, lost = rows[idle & doomed], rows[idle & ~doomed & ((flags & F_LOST) != 0)]
         if len(gone):
+            self.world.doomed -= len(gone)
             self._free_rows(pool, gone)
+        lost = lost[table.dram[lost] != NONE]
+        if len(lost):
+            pool.tenant.arena.free(pool.dram, table.dram[lost], READY)
+            table.dram[lost] = NONE
 
     def unpin(self, pool: Pool, rows: Rows) -> None:
         """Undo one `World.pin`; lost blocks that nobody holds any more are forgotten."""
@@ -166,6 +172,7 @@ class Copies:
                 pool.tenant.spill_retry_s = world.now_s + 1.0
             self._settle(pool, rows[~ok])
             rows, slots, checksums = rows[ok], slots[ok], checksums[ok]
+        rows, slots, checksums = self._unchanged(pool, rows, slots, checksums)
         if not len(rows):
             return
         world.nvme.set_state(pool.nvme, slots, FILLING, ready_words(table.seq[rows]))
@@ -179,6 +186,17 @@ class Copies:
         unread = rows[table.readers[rows] == 0]
         if len(unread):
             self.leave_dram(pool, unread)
+
+    def _unchanged(
+        self, pool: Pool, rows: Rows, slots: Slots, checksums: NDArray[np.uint64]
+    ) -> tuple[Rows, Slots, NDArray[np.uint64]]:
+        """Leave out blocks whose bytes in DRAM are not those of the checksum they had: lost."""
+        known = self.world.table.checksum[rows]
+        changed = (known != 0) & (known != checksums)
+        if changed.any():
+            self.clear(pool, slots[changed], FILLING)
+            self.lose(pool, self._settle(pool, rows[changed]))
+        return rows[~changed], slots[~changed], checksums[~changed]
 
     def _settle(self, pool: Pool, rows: Rows) -> Rows:
         """Free those of the rows that were doomed while they moved; returns the others."""
@@ -223,6 +241,7 @@ class Copies:
             rows, slots = rows[ok], slots[ok]
         if not len(rows):
             return
+        world.publisher.publish(pool, rows, slots, 0)
         arena = pool.tenant.arena
         waiting = arena.words[slots] & READER_BITS
         words = (ready_words(table.seq[rows]) & ~READER_BITS) | waiting
@@ -230,24 +249,24 @@ class Copies:
         table.touch[rows] = world.touch
         world.counters["restored_blocks"] += len(rows)
         world.counters["restored_bytes"] += len(rows) * pool.layout.block_bytes
-        rows = self._settle(pool, rows)
-        if len(rows):
-            world.actions.append(Publish(pool, rows, table.dram[rows], 0))
+        self._settle(pool, rows)
 
     def lose(self, pool: Pool, rows: Rows) -> None:
-        """The NVMe copies of rows without a DRAM copy are bad: kept rows become LOST, others go."""
+        """No copy of rows is good: those that are kept become LOST, the others go."""
         if not len(rows):
             return
         world, table = self.world, self.world.table
         world.counters["checksum_mismatches"] += len(rows)
-        self.clear(pool, table.nvme[rows])
-        table.nvme[rows] = NONE
-        flags = table.flags[rows]
-        named = rows[(flags & F_DOOMED) == 0]
+        nvme = table.nvme[rows]
+        if (nvme != NONE).any():
+            self.clear(pool, nvme[nvme != NONE])
+            table.nvme[rows] = NONE
+        doomed = (table.flags[rows] & F_DOOMED) != 0
+        named = rows[~doomed]
         kept = (table.pins[named] > 0) | ((table.flags[named] & F_HELD) != 0)
         table.flags[named[kept]] |= F_LOST
         world.counters["lost_blocks"] += int(np.count_nonzero(kept))
         world.unname(named[~kept])
-        gone = np.concatenate([rows[(flags & F_DOOMED) != 0], named[~kept]])
-        table.flags[gone] |= F_DOOMED
-        self.unread(pool, gone)
+        table.flags[named[~kept]] |= F_DOOMED
+        world.doomed += int(np.count_nonzero(~kept))
+        self.unread(pool, rows)

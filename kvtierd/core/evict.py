@@ -119,6 +119,22 @@ class Evictor:
         left = self._leave_clean(pools, n)
         return left + self._move_dirty(pools, n - left, patient=True, urgent=True)
 
+    def save(self, tenant: Tenant) -> int:
+        """Start to copy to NVMe all that is only in DRAM, what is being read too, HELD first:
+        the memory ends with the daemon. Returns how many blocks."""
+        table, started = self.world.table, 0
+        if self.world.now_s < tenant.spill_retry_s:
+            return 0
+        for pool in tenant.pools.values():
+            rows = rows_at(tenant.arena, tenant.arena.slots_of(pool.dram))
+            rows = rows[(table.nvme[rows] == NONE) & ((table.flags[rows] & F_BUSY) == 0)]
+            rows = rows[np.argsort((table.flags[rows] & F_HELD) == 0, kind="stable")]
+            moved = self.copies.demote(pool, rows, urgent=True)
+            if moved < len(rows):
+                self._make_nvme_room(pool, len(rows) - moved)
+            started += moved
+        return started
+
     # ------------------------------------------------------------ victims
 
     def _victims(self, pools: list[Pool], n: int, *, clean: bool) -> Rows:

@@ -19,7 +19,7 @@ from kvtier_client.wire import (
     ReserveKeys,
     Unhold,
 )  # fmt: skip
-from kvtierd.core.actions import Publish, SaveHolds
+from kvtierd.core.actions import SaveHolds
 from kvtierd.core.blocks import F_LOST, NONE, Rows
 from kvtierd.core.commits import Commits
 from kvtierd.core.copies import Copies
@@ -86,18 +86,18 @@ class Keyed:
         world, pool = self.world, lease.pool
         slots, index = self.commits.take(lease, req.index, np.arange(len(pages)), valid)
         checksums = self.commits.checksums(req.checksums, len(pages))
-        rows = self.commits.publish(lease, slots, index, pages, valid, checksums, None, False)
-        table = world.table
-        table.owner0[rows], table.owner1[rows] = keys[:, 0], keys[:, 1]
+        repeated = slots < 0
+        if repeated.any():
+            new = ~repeated
+            slots, index, pages, valid = slots[new], index[new], pages[new], valid[new]
+            keys, checksums = keys[new], checksums[new]
+            if not len(slots):
+                return done
+        rows = self.commits.publish(lease, slots, index, pages, valid, checksums, None, False, keys)
         twice = world.keys.insert(rows.astype(np.int32)).astype(np.int64)
         if len(twice):
-            known = np.isin(rows, twice)
             self.copies.drop(twice)
             world.counters["duplicate_blocks"] += len(twice)
-            publish = world.actions.pop()
-            assert isinstance(publish, Publish)
-            if not known.all():
-                world.actions.append(Publish(pool, rows[~known], slots[~known], lease.id))
         if not lease.left:
             self.writes.end_if_done(lease)
         return done

@@ -101,6 +101,7 @@ class Lease(msgspec.Struct, eq=False):
     promise: int = 0
     expired: bool = False
     recovered: bool = False  # found in the headers of an earlier life, not claimed yet
+    restored: int = 0  # blocks of a read lease that had to come from a slower tier
     one: int = -1  # the only slot, while no array was needed for it
 
     @property
@@ -110,6 +111,12 @@ class Lease(msgspec.Struct, eq=False):
             self.array = np.array((self.one,), np.int64)
             self.one = -1
         return self.array
+
+    def slot_at(self, index: int) -> int:
+        """One slot of a write lease; -1 where there is none, or none any more."""
+        if self.array is None:
+            return -1 if index else self.one
+        return self.array.item(index) if index < len(self.array) else -1
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +148,7 @@ class Ticket:
     ended: bool = False  # a prefetch that was reported to its peer
     priority: int = 0
     asked: int = 0
+    restored: int = 0  # blocks that were fetched from a slower tier for it
 
 
 def owner_of(lease_id: int) -> int:

@@ -34,6 +34,7 @@ from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
 from kvtierd.core.keyed import Keyed, leading
 from kvtierd.core.leases import Kind, Lease, Peer, Ticket, pack_u32, pack_u64
+from kvtierd.core.one_read import acquire_one, unread_one
 from kvtierd.core.slabs import FILLING, NO_OWNER, READER_BITS, READERS_MAX
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.tree import Session, resolve
@@ -60,6 +61,10 @@ class Reads:
         held = self._repeated(peer, req.lease, req.id)
         if held is not None:
             return held
+        if req.pages == 1:
+            granted = acquire_one(self.world, self.writes, peer, req, session)
+            if granted is not None:
+                return granted
         pool, rows, divided = self._branch_rows(peer, req, session)
         return self._start(peer, req, pool, rows, divided, req.wait_s, req.ttl_s)
 
@@ -168,7 +173,9 @@ class Reads:
             lead = leading(~absent)
             self._read(ticket.peer.member.index, pool, rows[:lead])
             patient = ticket.deadline_s > self.world.now_s
+            self.world.table.pins[rows] += 1  # none of the window is dropped for another of it
             self.evictor.make_room(pool, want, write=False, patient=patient)
+            self.world.table.pins[rows] -= 1
             self._unread(pool, rows[:lead])
         have = max(min(want, arena.available(pool.dram)), 0)
         places = np.flatnonzero(self.world.table.dram[rows] == NONE)
@@ -179,6 +186,7 @@ class Reads:
         slots = arena.alloc(pool.dram, len(places), FILLING, NO_OWNER, 0)
         assert slots is not None, "available said that there is room"
         self.copies.promote(pool, rows[places], slots, urgent=not ticket.prefetch)
+        ticket.restored = len(places)
         return window
 
     def _read(self, owner: int, pool: Pool, rows: Rows) -> None:
@@ -227,7 +235,7 @@ class Reads:
         lease = Lease(
             ticket.peer.member.index << 32 | req.lease, ticket.peer.group, pool, Kind.READ,
             world.now_s + world.ttl_s(req.ttl_s), slots, rows,
-            arena_offsets(pool, slots), pack_u32(valid), checksums,
+            arena_offsets(pool, slots), pack_u32(valid), checksums, restored=ticket.restored,
         )  # fmt: skip
         self.writes.add_lease(lease)
         world.counters["acquired_blocks"] += len(rows)
@@ -242,7 +250,7 @@ class Reads:
         same = table.seq[rows] == ticket.seqs
         if ((table.flags[rows] & F_FILLING != 0) & same).any():
             return None
-        there = (table.dram[rows] != NONE) & same
+        there = (table.dram[rows] != NONE) & ((table.flags[rows] & F_LOST) == 0) & same
         if ticket.prefetch:
             loaded = int(np.count_nonzero(there))
             self.end_prefetch(ticket, loaded, ticket.asked - loaded)
@@ -251,6 +259,9 @@ class Reads:
         if good < len(rows):
             self._give_up(ticket.pool, rows[good:])
             ticket.rows = rows[:good]
+        if not good and isinstance(ticket.request, AcquireKeys):  # a miss
+            peer = ticket.peer
+            return Granted(ticket.request.id, self.world.boot, peer.acked, 0, 0.0, b"")
         if not good:
             first = getattr(ticket.request, "first", 0)
             return BlockLost(
@@ -377,7 +388,11 @@ class Reads:
     def end_lease(self, lease: Lease) -> int:
         """Take a read lease's readers, or a pin, off its rows and forget it."""
         if lease.kind is Kind.READ:
-            self._unread(lease.pool, lease.rows)
+            if len(lease.rows) == 1:
+                if unread_one(self.world, lease.pool, lease.rows.item()):
+                    self.copies.unread(lease.pool, lease.rows)
+            else:
+                self._unread(lease.pool, lease.rows)
         else:
             self.copies.unpin(lease.pool, lease.rows)
         self.writes.end(lease, len(lease.rows))

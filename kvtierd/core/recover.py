@@ -7,30 +7,21 @@ them or their time is over. Slots that an earlier life's client may still write 
 they are until that client has come back and said what it holds, or is dead.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_client.wire import HELD, NO_NODE
-from kvtierd.core.actions import Note, RecordMember
-from kvtierd.core.blocks import F_HELD, F_LOST, NONE, Rows, Slots
-from kvtierd.core.leases import FIRST_RECOVERED_ID, Group, Kind, Lease, Member
-from kvtierd.core.slabs import (
-    FILLING,
-    NO_OWNER,
-    QUARANTINED,
-    READY,
-    WRITING,
-    Slabs,
-    ready_words,
-    word,
-)  # fmt: skip
+from kvtierd.core.actions import Note
+from kvtierd.core.blocks import F_DOOMED, F_HELD, F_LOST, NONE, Rows, Slots
+from kvtierd.core.slabs import READY, Slabs
 from kvtierd.core.state import State
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.tree import Node, Run, Session
 
 _U64 = NDArray[np.uint64]
+_READERS = np.uint64(0xFF00)
 
 
 @dataclass(slots=True)
@@ -98,19 +89,6 @@ class FoundSession:
 
 
 @dataclass(slots=True)
-class FoundMember:
-    """A client process of an earlier life."""
-
-    index: int
-    pid: int
-    start_time: int
-    uid: int
-    group: bytes
-    secret_hash: bytes
-    alive: bool
-
-
-@dataclass(slots=True)
 class Outcome:
     """What a recovery did, for the log."""
 
@@ -119,7 +97,6 @@ class Outcome:
     orphans: int = 0
     discarded: int = 0
     lost: int = 0
-    forgotten: list[tuple[Tenant, bytes]] = field(default_factory=list)
 
 
 class Recovery:
@@ -128,15 +105,15 @@ class Recovery:
     def __init__(self, state: State) -> None:
         self.state, self.world = state, state.world
         self.outcome = Outcome()
-        self._closed: dict[tuple[str, bytes], FoundSession] = {}
-        self._next_id = 0
+        self._closed: set[tuple[str, bytes]] = set()
+        self._guessed: set[Node] = set()  # nodes that only their children's blocks speak of
 
     # ------------------------------------------------------------- catalog
 
     def session(self, tenant: Tenant, found: FoundSession) -> None:
         """Put a session of the catalog back; its layouts must be registered already."""
         if found.closed:
-            self._closed[tenant.name, found.token_hash] = found
+            self._closed.add((tenant.name, found.token_hash))
             return
         pools = [tenant.pools[fingerprint] for fingerprint in found.layouts]
         session = self.state.sessions.add_session(tenant, found.token_hash, pools, found.name)
@@ -175,13 +152,14 @@ class Recovery:
             (~found.in_dram, ~found.seq, ~found.valid, found.page, found.node, found.owner1,
              found.owner0, found.keyed)
         )  # fmt: skip
-        found = found.take(order)
+        found = self._without_earlier(pool, found.take(order))
+        if not len(found):
+            return
         same = self._same_name(found)
         first = np.flatnonzero(~same)
         group = np.cumsum(~same) - 1
         winner = first[group]  # place of each block's winner
-        twin = same & (found.seq == found.seq[winner]) & (found.in_dram != found.in_dram[winner])
-        twin &= np.concatenate([[False], group[1:] == group[:-1]])
+        twin = self._twins(found, same, winner)
         rows = self._rows(pool, found, first, np.flatnonzero(twin), winner)
         keep = self._name(pool, found, first, rows)
         used = np.zeros(len(found), np.bool_)
@@ -190,6 +168,40 @@ class Recovery:
         used &= ~(found.lost & ~found.in_dram)
         self._free(pool, found, ~used)
         self.outcome.blocks += int(keep.sum())
+
+    def _without_earlier(self, pool: Pool, found: Found) -> Found:
+        """Free blocks of earlier sessions of a token that has a new one: they have its names."""
+        changed = (found.owner0[1:] != found.owner0[:-1]) | (found.owner1[1:] != found.owner1[:-1])
+        changed |= found.keyed[1:] != found.keyed[:-1]
+        starts = np.flatnonzero(np.concatenate([[True], changed]))
+        sessions = pool.tenant.sessions
+        since = np.zeros(len(starts), np.uint64)
+        for i, owner in enumerate(found.owner0[starts].tolist()):
+            session = sessions.get(owner)
+            if session is not None and not found.keyed[starts[i]]:
+                since[i] = session.since_seq
+        earlier = found.seq < np.repeat(since, np.diff(starts, append=len(found)))
+        if not earlier.any():
+            return found
+        self._free(pool, found, earlier)
+        return found.take(~earlier)
+
+    @staticmethod
+    def _twins(
+        found: Found, same: NDArray[np.bool_], winner: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """The NVMe copies of winners in DRAM: at most one each, and of the same bytes.
+
+        A copy whose checksum is not the one that the block had before is of bytes that changed
+        in DRAM meanwhile; without it the next demotion finds that out."""
+        twin: NDArray[np.bool_] = same & (found.seq == found.seq[winner]) & (found.in_dram != found.in_dram[winner])
+        known = found.checksum[winner]
+        twin &= (known == 0) | (found.checksum == known)
+        places = np.flatnonzero(twin)
+        _, first = np.unique(winner[places], return_index=True)
+        twin[:] = False
+        twin[places[first]] = True
+        return twin
 
     @staticmethod
     def _same_name(found: Found) -> NDArray[np.bool_]:
@@ -291,6 +303,8 @@ class Recovery:
         if session is None or node_id in session.pruned:
             return nothing
         node = session.nodes.get(node_id) or self._node_from_header(session, found, at)
+        if node in self._guessed:
+            self._correct(node, found, at)
         run = node.runs[self._part(session, pool)]
         pages = found.page[places].astype(np.int64)
         good = (pages >= run.start) & (found.seq[places] >= session.since_seq)
@@ -319,9 +333,7 @@ class Recovery:
         session = tenant.sessions.get(int.from_bytes(owner[:8], "little"))
         if session is not None:
             return session
-        closed = self._closed.get((tenant.name, owner))
-        if closed is not None:
-            closed.blob_versions[NO_NODE] = -1  # its blocks are still on a medium
+        if (tenant.name, owner) in self._closed:
             return None
         session = self.state.sessions.add_session(tenant, owner, [pool], "")
         session.found_in_headers = True
@@ -333,10 +345,36 @@ class Recovery:
         return session
 
     def _node_from_header(self, session: Session, found: Found, at: int) -> Node:
-        """A node that the catalog does not know, from what its blocks say of it."""
-        parent_id, fork = int(found.parent[at]), int(found.fork_tokens[at])
-        parent = session.nodes.get(parent_id) or session.nodes[0]
-        return self.state.sessions.add_node(session, int(found.node[at]), parent, fork, HELD)
+        """A node that the catalog does not know, from what its blocks say of it.
+
+        While nothing is known of its parent either, that is made with no part in the root."""
+        add = self.state.sessions.add_node
+        node_id, fork = int(found.node[at]), int(found.fork_tokens[at])
+        parent_id = int(found.parent[at])
+        parent = session.nodes.get(parent_id)
+        if parent is None:
+            parent = add(session, parent_id, session.nodes[0], 0, HELD)
+            self._guessed.add(parent)
+        return add(session, node_id, parent, fork, HELD)
+
+    def _correct(self, node: Node, found: Found, at: int) -> None:
+        """Blocks of a node whose parent was guessed say what its parent is."""
+        session, above = node.session, node.parent
+        self._guessed.discard(node)
+        parent = session.nodes.get(int(found.parent[at]))
+        if parent is None:
+            parent = self.state.sessions.add_node(
+                session, int(found.parent[at]), session.nodes[0], 0, HELD
+            )
+            self._guessed.add(parent)
+        assert above is not None
+        del above.children[node.id]
+        parent.children[node.id] = node
+        node.parent, node.fork_tokens = parent, int(found.fork_tokens[at])
+        for run in node.runs:
+            run.start = node.fork_tokens // session.pools[0].layout.block_tokens
+        table = self.world.node_table
+        table.parent[node.index], table.fork_tokens[node.index] = parent.id, node.fork_tokens
 
     @staticmethod
     def _part(session: Session, pool: Pool) -> int:
@@ -354,109 +392,41 @@ class Recovery:
                 continue
             self.outcome.discarded += len(slots)
             if in_dram:
-                pool.tenant.arena.free(pool.dram, slots, READY)
+                arena = pool.tenant.arena
+                read = (arena.words[slots] & _READERS) != 0
+                if read.any():
+                    self._doom(pool, found.take(np.flatnonzero(which & found.in_dram)[read]))
+                    slots = slots[~read]
+                if len(slots):
+                    arena.free(pool.dram, slots, READY)
             else:
                 self.state.copies.clear(pool, slots)
 
-    # ------------------------------------------------------------- clients
-
-    def clients(
-        self, tenant: Tenant, members: list[FoundMember], busy: Slots, read: Slots
-    ) -> list[Member]:
-        """Put back the groups whose processes live, and the leases that the words of slots show.
-
-        `busy`: slots that are WRITING, FILLING or QUARANTINED; `read`: READY ones with readers.
-        Returns the members whose processes have to be watched."""
-        self._groups(tenant, members)
-        arena = tenant.arena
-        for pool in tenant.pools.values():
-            mine = busy[[arena.pool_of[s] is pool.dram for s in (busy // arena.max_slots).tolist()]]
-            if len(mine):
-                self._write_leases(tenant, pool, mine)
-        words = arena.words[read]
-        arena.words[read] = ready_words(words >> np.uint64(32))
-        rows = arena.row_of[read].astype(np.int64) - 1
-        owners = ((words >> np.uint64(16)) & np.uint64(0xFFFF)).astype(np.int64)
-        for owner in np.unique(owners).tolist():
-            self._read_leases(tenant, owner, rows[(owners == owner) & (rows >= 0)])
-        return list(tenant.members.values())
-
-    def _groups(self, tenant: Tenant, members: list[FoundMember]) -> None:
-        for found in members:
-            if not found.alive:
-                dead = Group(found.group, found.secret_hash, tenant)
-                gone = Member(
-                    found.index, dead, found.pid, found.start_time, found.uid, alive=False
-                )
-                self.world.actions.append(RecordMember(tenant, gone))
-                continue
-            group = tenant.groups.get(found.group)
-            if group is None:
-                group = Group(found.group, found.secret_hash, tenant)
-                tenant.groups[found.group] = group
-            member = Member(
-                found.index, group, found.pid, found.start_time, found.uid, returned=False
-            )
-            tenant.members[found.index] = member
-            group.members.append(member)
-
-    def _write_leases(self, tenant: Tenant, pool: Pool, slots: Slots) -> None:
-        """Give slots being written back to their owners' leases; those of the dead are free."""
-        arena = tenant.arena
-        words = arena.words[slots]
-        states = (words & np.uint64(0xFF)).astype(np.int64)
-        owners = ((words >> np.uint64(16)) & np.uint64(0xFFFF)).astype(np.int64)
-        alive = np.isin(owners, np.array(sorted(tenant.members), np.int64)) & (states != FILLING)
-        for state in (WRITING, FILLING, QUARANTINED):
-            gone = slots[(states == state) & ~alive]
-            if len(gone):
-                arena.free(pool.dram, gone, state)
-        ids = (owners << 32) | (words >> np.uint64(32)).astype(np.int64)
-        for lease_id in np.unique(ids[alive]).tolist():
-            mine = slots[alive & (ids == lease_id)]
-            expired = bool((states[alive & (ids == lease_id)] == QUARANTINED).any())
-            writing = mine[(arena.words[mine] & np.uint64(0xFF)) == WRITING]
-            owner, counter = lease_id >> 32, lease_id & 0xFFFFFFFF
-            if expired and len(writing):
-                values = np.full(len(writing), word(QUARANTINED, owner, counter), np.uint64)
-                arena.set_state(pool.dram, writing, WRITING, values)
-            lease = Lease(
-                lease_id, tenant.members[owner].group, pool, Kind.WRITE,
-                float("inf") if expired else self.world.now_s + self.world.limits.lease_ttl_s,
-                mine, np.empty(0, np.int64), arena.offsets(pool.dram, mine).tobytes(),
-                left=len(mine), expired=expired, recovered=True,
-            )  # fmt: skip
-            self.state.writes.add_lease(lease)
-
-    def _read_leases(self, tenant: Tenant, owner: int, rows: Rows) -> None:
-        """Keep rows that an earlier life's readers may still read: of one group, or of all."""
-        if owner == NO_OWNER:
-            groups = list(tenant.groups.values())
-        else:
-            member = tenant.members.get(owner)
-            groups = [] if member is None else [member.group]
-        for group in groups:
-            for pool, mine in self.world.by_pool(rows):
-                lease = Lease(
-                    FIRST_RECOVERED_ID | owner << 32 | self._next_id, group, pool, Kind.READ,
-                    self.world.now_s + self.world.limits.lease_ttl_s,
-                    self.world.table.dram[mine], mine, b"", recovered=True,
-                )  # fmt: skip
-                self._next_id += 1
-                self.state.reads.add_readers(lease, owner)
-                self.state.writes.add_lease(lease)
+    def _doom(self, pool: Pool, found: Found) -> None:
+        """Keep slots that clients of an earlier life may still read, without a name."""
+        rows = self.world.add_rows(len(found))
+        table = self.world.table
+        table.owner0[rows], table.owner1[rows] = found.owner0, found.owner1
+        table.checksum[rows], table.seq[rows] = found.checksum, found.seq
+        table.dram[rows], table.nvme[rows] = found.slots, NONE
+        table.pool[rows], table.node[rows] = pool.number, NONE
+        table.page[rows], table.valid[rows] = found.page, found.valid
+        table.touch[rows], table.readers[rows], table.pins[rows] = self.world.touch, 0, 0
+        table.flags[rows], table.priority[rows] = F_DOOMED, 0
+        pool.tenant.arena.row_of[found.slots] = rows + 1
+        self.world.doomed += len(rows)
 
     # ----------------------------------------------------------------- end
 
     def finish(self, tenant: Tenant, holds: list[FoundSession]) -> None:
-        """Restore holds, trim what ended, and name the tombstones that nothing needs any more."""
+        """Restore holds; tombstones go when what is left of their sessions is cleared."""
         for found in holds:
             session = tenant.sessions.get(int.from_bytes(found.token_hash[:8], "little"))
             if session is not None and found.holds:
                 self._holds(tenant, session, found.holds)
-        for (name, hashed), closed in self._closed.items():
-            if name == tenant.name and closed.blob_versions.get(NO_NODE) != -1:
-                self.outcome.forgotten.append((tenant, hashed))
+        for name, hashed in self._closed:
+            if name == tenant.name:
+                self.world.tombstones[tenant, hashed] = 0
 
     def _holds(self, tenant: Tenant, session: Session, holds: list[tuple[bytes, bytes]]) -> None:
         for fingerprint in {layout for layout, _ in holds}:

@@ -180,6 +180,7 @@ class Sessions:
         session.idle_since_s = self.world.now_s
         tenant.sessions[sid] = session
         tenant.closed.pop(sid, None)
+        self.world.tombstones.pop((tenant, hashed), None)
         return session
 
     def _adopt_layouts(self, session: Session, fingerprints: list[bytes]) -> None:
@@ -192,7 +193,6 @@ class Sessions:
             start = node.runs[0].start
             node.runs = [runs.get(pool) or Run(start) for pool in pools if pool is not None]
         session.pools = [pool for pool in pools if pool is not None]
-        self.world.actions += [SaveSession(session), SaveNodes(list(session.nodes.values()))]
 
     def add_node(
         self, session: Session, node: int, parent: Node | None, fork_tokens: int, retention: int
@@ -217,6 +217,10 @@ class Sessions:
         return self._reply(peer, req.id, session, created=False)
 
     def _attach(self, peer: Peer, session: Session) -> None:
+        if session.found_in_headers:
+            session.found_in_headers = False
+            nodes = list(session.nodes.values())
+            self.world.actions += [SaveSession(session), SaveNodes(nodes)]
         session.groups.add(peer.group)
         peer.group.sessions.add(session.sid)
 
@@ -280,6 +284,7 @@ class Sessions:
         count = self._drop_named(rows)
         self._forget_nodes(list(session.nodes.values()))
         self.world.actions.append(DropSession(session))
+        self.world.tombstones[tenant, session.token_hash] = 0
         self.world.counters["closed_sessions"] += 1
         return count
 
@@ -368,11 +373,15 @@ class Sessions:
         world, table = self.world, self.world.table
         parts = [run.rows[run.rows != NONE] for node in nodes for run in node.runs]
         rows = np.concatenate(parts)
-        for pool, mine in world.by_pool(rows):
-            if req.retention == HELD:
-                cached = mine[(table.flags[mine] & F_HELD) == 0]
-                if not pool.admits(len(cached)):
-                    raise SpillFull(f"{len(cached)} more HELD blocks do not fit; nothing changed")
+        if req.retention == HELD:
+            extra = {
+                pool.number: int(np.count_nonzero((table.flags[mine] & F_HELD) == 0))
+                for pool, mine in world.by_pool(rows)
+            }
+            if any(extra.values()) and not session.tenant.admits(extra):
+                raise SpillFull(
+                    f"{sum(extra.values())} more HELD blocks do not fit; nothing changed"
+                )
         for pool, mine in world.by_pool(rows):
             before = world.kept(mine)
             flags = table.flags[mine]

@@ -175,6 +175,7 @@ class Slabs:
         if slab in pool.empty:
             del pool.empty[slab]
             self._empty -= 1
+            self.epoch += 1
         left = pool.free[slab] - n
         pool.free[slab] = left
         if not left:
@@ -227,7 +228,7 @@ class Slabs:
             self.row_of[slot] = 0
             self._gave(pool, slot // self.max_slots, 1)
         else:
-            first, last = int(slots[0]), int(slots[-1])
+            first, last = int(slots.min()), int(slots.max())
             if last - first == n - 1 and first // self.max_slots == last // self.max_slots:
                 self.words[first : last + 1] = 0
                 self.row_of[first : last + 1] = 0
@@ -254,6 +255,7 @@ class Slabs:
     def drain(self, pool: SlabPool, slab: int) -> None:
         """Allocate no more from a slab; it goes to all pools once it is empty."""
         pool.draining.add(slab)
+        self.epoch += 1
         if slab in pool.empty:
             self._unassign(pool, slab)
 

@@ -22,8 +22,7 @@ from kvtier_client.errors import (
     NotOwner,
     QuotaExceeded,
 )  # fmt: skip
-from kvtierd.core.actions import Action, Note, RecordMember, Send
-from kvtierd.core.blocks import NONE
+from kvtierd.core.actions import Action, ForgetSession, Note, RecordMember, Send
 from kvtierd.core.commits import Commits
 from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
@@ -36,12 +35,11 @@ from kvtierd.core.leases import (
     Member,
     Peer,
     Ticket,
-    owner_of,
     pack_u32,
 )  # fmt: skip
 from kvtierd.core.reads import Reads
+from kvtierd.core.reclaim import Reclaim
 from kvtierd.core.sessions import Sessions
-from kvtierd.core.slabs import NO_OWNER
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.tree import session_of
 from kvtierd.core.validate import validate
@@ -65,6 +63,7 @@ class State:
         self.commits = Commits(world, self.copies, self.writes)
         self.keyed = Keyed(world, self.copies, self.writes, self.commits)
         self.reads = Reads(world, self.copies, self.evictor, self.writes, self.keyed)
+        self.reclaim = Reclaim(world, self.writes, self.reads)
         self.sessions = Sessions(world, self.copies, self.writes, self.reads)
         self._next_reap_s = 0.0
         self.unclaimed: dict[tuple[int, bytes], Callable[[Pool], None]] = {}
@@ -189,8 +188,7 @@ class State:
         member = self._member(group, req.member, uid, pid, start_time)
         peer = Peer(conn, group, member, self.world.boot)
         group.peers.add(peer)
-        lost = self._reclaim(group, member, req.leases)
-        return peer, lost
+        return peer, self.reclaim.returned(group, member, req.leases)
 
     def _member(self, group: Group, index: int, uid: int, pid: int, start_time: int) -> Member:
         tenant = group.tenant
@@ -207,74 +205,6 @@ class State:
         group.members.append(member)
         self.world.actions.append(RecordMember(tenant, member))
         return member
-
-    def _reclaim(self, group: Group, member: Member, claims: list[wire.HeldLease]) -> list[int]:
-        """Match what a returning client says it holds with what is known; returns what has ended.
-
-        Leases of an earlier life that it does not claim have ended: it holds them no more."""
-        lost = []
-        kept = set()
-        for claim in claims:
-            lease = group.leases.get(claim.lease)
-            if lease is None and not claim.write:
-                lease = self._reclaim_read(group, claim)
-            elif lease is not None and lease.recovered and not self._reorder(lease, claim):
-                lease = None
-            if lease is None or (lease.expired and lease.kind is Kind.WRITE):
-                lost.append(claim.lease)
-            else:
-                kept.add(lease.id)
-                lease.recovered = False
-                lease.deadline_s = self.world.now_s + self.world.limits.lease_ttl_s
-        member.returned = True
-        for lease in [x for x in group.leases.values() if x.recovered and x.id not in kept]:
-            owner = owner_of(lease.id)
-            if owner == member.index or (owner == NO_OWNER and group.returned):
-                self._end_lease(lease)
-        return lost
-
-    def _reorder(self, lease: Lease, claim: wire.HeldLease) -> bool:
-        """Put a recovered write lease's slots in the order in which its holder got them."""
-        offsets = np.frombuffer(claim.offsets, "<u8") if len(claim.offsets) % 8 == 0 else None
-        slots = None if offsets is None else lease.group.tenant.arena.slots_at(offsets)
-        if slots is None or not np.isin(lease.slots, slots).all():
-            return False
-        if len(np.unique(slots)) != len(slots):
-            return False
-        lease.array = np.where(np.isin(slots, lease.slots), slots, NONE)
-        lease.offsets = claim.offsets
-        return True
-
-    def _reclaim_read(self, group: Group, claim: wire.HeldLease) -> Lease | None:
-        """Rebuild a read lease from the arena offsets that its holder still reads."""
-        tenant = group.tenant
-        offsets = np.frombuffer(claim.offsets, "<u8") if len(claim.offsets) % 8 == 0 else None
-        if offsets is None or not len(offsets) or claim.lease >> 32 not in tenant.members:
-            return None
-        slots = tenant.arena.slots_at(offsets)
-        if slots is None or len(np.unique(slots)) != len(slots):
-            return None
-        rows = tenant.arena.row_of[slots].astype(np.int64) - 1
-        table = self.world.table
-        if int(rows.min()) < 0 or (table.dram[rows] != slots).any():
-            return None
-        earlier = [x for x in group.leases.values() if x.recovered and x.kind is Kind.READ]
-        if not any(np.isin(rows, x.rows).all() for x in earlier):
-            return None
-        pool = self.world.pools[int(table.pool[rows[0]])]
-        lease = Lease(
-            claim.lease, group, pool, Kind.READ,
-            self.world.now_s + self.world.limits.lease_ttl_s, slots, rows, claim.offsets,
-        )  # fmt: skip
-        self.reads.add_readers(lease, claim.lease >> 32)
-        self.writes.add_lease(lease)
-        return lease
-
-    def _end_lease(self, lease: Lease) -> None:
-        if lease.kind is Kind.WRITE:
-            self.writes.free_write_lease(lease)
-        else:
-            self.reads.end_lease(lease)
 
     def closed(self, peer: Peer, now_s: float) -> None:
         """A connection closed; its process may still live, and its leases with it."""
@@ -296,24 +226,29 @@ class State:
         self.world.now_s = now_s
         member.alive = False
         group = member.group
-        self.world.actions.append(RecordMember(group.tenant, member))
-        if not group.alive:
+        if group.alive:
+            # Its leases are the group's, which may use them; so its record stays for a restart.
+            self.reclaim.end_unclaimed(group, member, set())
+        else:
             self._forget_group(group)
-            self.pump(group.tenant)
+        self.pump(group.tenant)
 
     def _forget_group(self, group: Group) -> None:
         tenant = group.tenant
         for lease in list(group.leases.values()):
-            self._end_lease(lease)
-        for sid in list(group.sessions):
+            self.reclaim.end(lease)
+        for sid in group.sessions:
             session = tenant.sessions[sid]
             session.groups.discard(group)
             session.idle_since_s = self.world.now_s
+        group.sessions.clear()
         for member in group.members:
-            if tenant.members.pop(member.index, None) is not None and member.alive:
-                member.alive = False
+            member.alive = False
+            if tenant.members.get(member.index) is member:
+                del tenant.members[member.index]
                 self.world.actions.append(RecordMember(tenant, member))
-        tenant.groups.pop(group.id, None)
+        if tenant.groups.get(group.id) is group:
+            del tenant.groups[group.id]
 
     # --------------------------------------------------------- completions
 
@@ -369,9 +304,12 @@ class State:
                 self._answer(ticket, result)
             elif ticket.prefetch and ticket.ended:
                 tenant.loading.remove(ticket)
-        blocked: set[int] = set()
+        blocked: set[tuple[int, bool]] = set()
         for ticket in sorted(tenant.waiting, key=lambda t: (t.prefetch, -t.priority)):
-            if ticket.pool.number in blocked:
+            # A reader never waits behind a writer: its client may hold what that one waits for.
+            writes = isinstance(ticket.request, wire.Reserve | wire.ReserveKeys)
+            lane = ticket.pool.number, writes
+            if lane in blocked:
                 continue
             try:
                 result = self._advance(ticket)
@@ -385,7 +323,7 @@ class State:
                 if not ticket.ended:
                     tenant.loading.append(ticket)
             else:
-                blocked.add(ticket.pool.number)
+                blocked.add(lane)
 
     def _advance(self, ticket: Ticket) -> wire.Granted | KvtierError | None:
         req = ticket.request
@@ -439,6 +377,7 @@ class State:
         if now_s >= self._next_reap_s:
             self._next_reap_s = now_s + 1.0
             self._reap_orphans()
+            self.forget_closed()
 
     def _overdue(self, ticket: Ticket) -> None:
         if isinstance(ticket.request, wire.Reserve | wire.ReserveKeys):
@@ -477,6 +416,23 @@ class State:
                         f"closed, {blocks} blocks freed"
                     )
                     world.actions.append(Note("orphan_reaped", text))
+
+    def forget_closed(self) -> None:
+        """Let tombstones of closed sessions go once nothing is left of them on any medium.
+
+        A tombstone's number is 0 while blocks of its session are still read or moved; then the
+        batch before which all clearing has begun."""
+        world = self.world
+        if not world.tombstones:
+            return
+        doomed = set(world.doomed_owners()) if world.doomed else set()
+        oldest = min(world.batches, default=world.next_batch)
+        for (tenant, hashed), batch in list(world.tombstones.items()):
+            if not batch and hashed not in doomed:
+                world.tombstones[tenant, hashed] = world.next_batch
+            if 0 < world.tombstones[tenant, hashed] <= oldest:
+                del world.tombstones[tenant, hashed]
+                world.actions.append(ForgetSession(tenant, hashed))
 
     def validate(self) -> None:
         """Recount everything; AssertionError when the books do not balance."""

@@ -53,7 +53,8 @@ class Pool:
     @property
     def nvme_available(self) -> int:
         """NVMe slots that can be allocated now, within the tenant's quota."""
-        slabs = min(self.tenant.nvme.spare_slabs(self.nvme), self.tenant.nvme_slabs_left)
+        own = sum(len(pool.nvme.empty) for pool in self.tenant.pools.values() if pool is not self)
+        slabs = min(self.tenant.nvme.spare_slabs(self.nvme), self.tenant.nvme_slabs_left + own)
         return self.nvme.counts[0] + max(slabs, 0) * self.nvme.slots_per_slab
 
     @property
@@ -67,10 +68,10 @@ class Pool:
         """Whether `n` more slots may be granted; the short path, that seldom looks closely.
 
         False does not mean that there is no room, only that `admits` and `write_room` must say."""
-        arena = self.tenant.arena
-        if self._epoch != arena.epoch or self._slack < n:
+        epoch = self.tenant.arena.epoch + self.tenant.nvme.epoch
+        if self._epoch != epoch or self._slack < n:
             self._slack = min(self.write_room, max(n, SLACK_MAX))
-            self._epoch = arena.epoch
+            self._epoch = epoch
             if self._slack < n or self.tenant.quarantined_bytes() or not self.admits(self._slack):
                 self._epoch = -1
                 return False
@@ -85,23 +86,9 @@ class Pool:
 
     def admits(self, n: int) -> bool:
         """Whether `n` more blocks can be promised a place in some tier."""
-        if self.demand + n <= self.dram.total + self.nvme.total - self.headroom:
+        if self.demand + n <= self.dram.occupied_total + self.nvme.occupied_total - self.headroom:
             return True
-        tenant = self.tenant
-        dram_slabs = tenant.arena.unused_slabs
-        nvme_slabs = min(tenant.nvme.unused_slabs, max(tenant.nvme_slabs_left, 0))
-        for pool in tenant.pools.values():
-            extra = n if pool is self else 0
-            have = pool.dram.occupied_total + pool.nvme.occupied_total - pool.headroom
-            short = pool.demand + extra - have
-            if short <= 0:
-                continue
-            take = min(nvme_slabs, math.ceil(short / pool.nvme.slots_per_slab))
-            nvme_slabs -= take
-            short -= take * pool.nvme.slots_per_slab
-            if short > 0:
-                dram_slabs -= math.ceil(short / pool.dram.slots_per_slab)
-        return dram_slabs >= 0
+        return self.tenant.admits({self.number: n})
 
 
 class Tenant:
@@ -138,6 +125,26 @@ class Tenant:
         """NVMe slabs that the quota still allows."""
         have = sum(len(pool.nvme.free) for pool in self.pools.values())
         return self.nvme_quota_bytes // self.nvme.slab_bytes - have
+
+    def admits(self, extra: dict[int, int]) -> bool:
+        """Whether all pools' demands, and `extra` more blocks by pool number, have a place.
+
+        A slab that is in use counts for its pool alone; unused ones go to whoever is short."""
+        dram_slabs = self.arena.unused_slabs
+        own = sum(len(pool.nvme.empty) for pool in self.pools.values())
+        nvme_slabs = min(self.nvme.unused_slabs, max(self.nvme_slabs_left, 0) + own)
+        for pool in self.pools.values():
+            demand = pool.demand + extra.get(pool.number, 0)
+            have = pool.dram.occupied_total + pool.nvme.occupied_total - pool.headroom
+            short = demand - have
+            if not demand or short <= 0:
+                continue
+            take = min(nvme_slabs, math.ceil(short / pool.nvme.slots_per_slab))
+            nvme_slabs -= take
+            short -= take * pool.nvme.slots_per_slab
+            if short > 0:
+                dram_slabs -= math.ceil(short / pool.dram.slots_per_slab)
+        return dram_slabs >= 0
 
     def arena_bytes(self) -> int:
         """Bytes of the whole arena."""

@@ -182,9 +182,9 @@ def resolve(node: Node, part: int, first: int, count: int) -> tuple[Rows, dict[i
     """
     run = node.runs[part]
     lo, hi = first - run.start, first - run.start + count
-    if lo >= 0 and (node.parent is None or run.start < first or not _divided(node)):
+    if lo >= 0 and whole_page(node, run, first):
         if hi <= run.length:
-            return run.rows[lo:hi], {}
+            return run.rows[lo:hi].copy(), {}
         rows = np.full(count, NONE, np.int64)
         have = run.rows[lo:hi]
         rows[: len(have)] = have
@@ -215,6 +215,11 @@ def resolve(node: Node, part: int, first: int, count: int) -> tuple[Rows, dict[i
             )
         at = at.parent
     return rows, divided
+
+
+def whole_page(node: Node, run: Run, page: int) -> bool:
+    """Whether pages from `page` on, which is not before the run, are the node's own."""
+    return node.parent is None or run.start < page or not _divided(node)
 
 
 def _divided(node: Node) -> bool:

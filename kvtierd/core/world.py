@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_client.errors import InvalidArgument
 from kvtierd.core.actions import Action
-from kvtierd.core.blocks import F_HELD, NONE, BlockTable, NodeTable, Rows, Slots
+from kvtierd.core.blocks import F_DOOMED, F_HELD, NONE, BlockTable, NodeTable, Rows, Slots
 from kvtierd.core.keys import KeyIndex
 from kvtierd.core.slabs import Slabs
 from kvtierd.core.tenant import Pool, Tenant
@@ -57,6 +59,30 @@ class Batch:
     slots: Slots
 
 
+class OneBlock(msgspec.Struct):
+    """A node's block that is about to become READY in DRAM, and what its body says."""
+
+    pool: Pool
+    node: Node
+    slot: int
+    page: int
+    valid: int
+    seq: int
+    checksum: int
+    kept: bool
+    lease: int
+
+
+class Publisher(Protocol):
+    """Writes header bodies of DRAM slots; the core makes the words READY after it returns."""
+
+    def publish(self, pool: Pool, rows: Rows, slots: Slots, lease: int) -> None:
+        """Write the bodies of rows of one pool, whose columns are set."""
+
+    def publish_one(self, block: OneBlock) -> None:
+        """The same for one block; its row need not exist yet."""
+
+
 @dataclass(slots=True, eq=False)
 class World:
     """Everything the core knows."""
@@ -76,8 +102,11 @@ class World:
     batches: dict[int, Batch] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     seq: int = 0
+    doomed: int = 0  # rows that nobody names any more and somebody still reads or moves
+    tombstones: dict[tuple[Tenant, bytes], int] = field(default_factory=dict)  # closed sessions
     next_batch: int = 1
     keys: KeyIndex = field(init=False)
+    publisher: Publisher = field(init=False)
 
     def __post_init__(self) -> None:
         table = self.table
@@ -155,6 +184,14 @@ class World:
                 f"wait_s {asked_s} is outside 0..{self.limits.wait_max_s} (limits.wait_max)"
             )
         return asked_s
+
+    def doomed_owners(self) -> list[bytes]:
+        """Owners of the rows that nobody names any more; O(capacity)."""
+        table = self.table
+        rows = np.flatnonzero(table.used_mask() & ((table.flags & F_DOOMED) != 0))
+        owners = np.stack([table.owner0[rows], table.owner1[rows]], axis=1).astype("<u8")
+        packed = owners.tobytes()
+        return [packed[i : i + 16] for i in range(0, len(packed), 16)]
 
     def unname(self, rows: Rows) -> None:
         """Take rows that are about to go out of the tree or the KeyIndex."""

@@ -220,7 +220,7 @@ class Writes:
         return Granted(
             request_id, self.world.boot, peer.acked, lease.id,
             max(lease.deadline_s - self.world.now_s, 0.0), lease.offsets, lease.valid,
-            lease.checksums, lease.index,
+            lease.checksums, lease.index, lease.restored,
         )  # fmt: skip
 
     # ------------------------------------------------------------- leases

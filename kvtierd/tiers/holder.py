@@ -9,6 +9,7 @@ again under the same name changes nothing, so restarts leave nothing behind.
 
 import array
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -67,6 +68,9 @@ class MemoryKeeper(Protocol):
     def close(self) -> None:
         """End this life's use of the keeper; what is kept stays kept."""
 
+    def abandon(self) -> None:
+        """A start has failed: also undo what was begun for it, if nothing was kept before."""
+
 
 def open_keeper(mode: Mode, runtime_dir: str) -> MemoryKeeper:
     """The keeper that the configuration asks for.
@@ -121,6 +125,9 @@ class NoKeeper:
     def close(self) -> None:
         """Does nothing."""
 
+    def abandon(self) -> None:
+        """Does nothing."""
+
 
 class SystemdKeeper:
     """systemd's file descriptor store."""
@@ -161,6 +168,10 @@ class SystemdKeeper:
         for fd in self.take_all().values():
             os.close(fd)
 
+    def abandon(self) -> None:
+        """The same."""
+        self.close()
+
     def _notify(self, state: str, fds: list[int]) -> None:
         try:
             systemd.notify(state, fds)
@@ -186,6 +197,7 @@ class HolderKeeper:
         self._path = os.path.join(runtime_dir, SOCKET_NAME)
         self._deadline_s = deadline_s
         self._idle_s = idle_s
+        self._started = False
         self._socket = self._connect()
 
     def put(self, name: str, fd: int) -> None:
@@ -227,6 +239,24 @@ class HolderKeeper:
     def close(self) -> None:
         """Disconnect; the holder goes on for as long as it holds something."""
         self._socket.close()
+
+    def abandon(self) -> None:
+        """Disconnect; a holder that this object has started ends and leaves no file."""
+        if not self._started:
+            self.close()
+            return
+        with contextlib.suppress(KeeperError):
+            self.stop()
+        lock_path = f"{self._path}.lock"
+        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        end = time.monotonic() + self._deadline_s
+        while time.monotonic() < end:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(lock_path)
+                break
+            time.sleep(_RETRY_S)
+        os.close(lock)
 
     def stop(self) -> None:
         """End the holder; what it holds is freed once nobody else has it open."""
@@ -284,6 +314,7 @@ class HolderKeeper:
             lines = done.stderr.decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else "it said nothing"
             raise self._error(f"it ended with exit code {done.returncode}: {reason}")
+        self._started = done.returncode == 0
 
     def _request(self, packet: bytes, fds: list[int]) -> None:
         self._send(packet, fds)

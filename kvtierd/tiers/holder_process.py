@@ -11,7 +11,8 @@ gone. Packets (SOCK_SEQPACKET): one byte of verb, then a name; descriptors trave
     S             let go of everything and end            → "ok"
 
 Usage: holder_process.py SOCKET IDLE_SECONDS. It returns once the socket listens; the rest runs in
-the background. Exit 3: another holder is there already.
+the background. Exit 3: another holder is there already. A holder whose socket's name is gone ends
+by itself: what it holds cannot be asked for any more.
 """
 
 import contextlib
@@ -124,25 +125,37 @@ def serve(connection: socket.socket, held: dict[bytes, int]) -> None:
             raise
 
 
+def inode(path: str) -> int:
+    """What a name leads to; 0 when it leads nowhere."""
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return 0
+
+
 def main() -> None:
-    """Hold until told to stop, or until idle with nothing held."""
+    """Hold until told to stop, until idle with nothing held, or until nobody can reach us."""
     path, idle_s = sys.argv[1], float(sys.argv[2])
     listener, _lock = listen(path)
+    ours = inode(path)
     go_to_background()
     held: dict[bytes, int] = {}
     try:
         while True:
-            listener.settimeout(None if held else idle_s)
+            listener.settimeout(idle_s)
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                return
+                if not held or inode(path) != ours:  # the runtime directory was removed
+                    return
+                continue
             with connection:
                 connection.settimeout(None)
                 serve(connection, held)
     finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        if inode(path) == ours:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ class Promises:
     def __init__(self) -> None:
         self.tokens: dict[int, bytes] = {}
         self.pages: dict[int, dict[int, int]] = {}
+        self.attempts: dict[int, dict[int, int]] = {}
         self._next_seed = 1
 
     def open(self, client: RawClient) -> int:
@@ -31,7 +32,11 @@ class Promises:
             client.ask("resume_session", token)
 
     def seeds(self, session: int, count: int) -> dict[int, int]:
-        """The next pages of a session and fresh seeds for them; they are not promised yet."""
+        """The next pages of a session and fresh seeds for them; they are not promised yet.
+
+        What was tried and not answered comes again, for a page never changes under its name."""
+        if session in self.attempts:
+            return self.attempts[session]
         first = max(self.pages[session], default=-1) + 1
         seeds = {first + i: self._next_seed + i for i in range(count)}
         self._next_seed += count
@@ -39,9 +44,9 @@ class Promises:
 
     def swap_out(self, client: RawClient, session: int, count: int) -> None:
         """Store the next pages; they count once they were acknowledged."""
-        seeds = self.seeds(session, count)
+        self.attempts[session] = seeds = self.seeds(session, count)
         client.swap_out(KNOWN, session, 0, seeds)
-        self.pages[session] |= seeds
+        self.pages[session] |= self.attempts.pop(session)
 
     def check(self, client: RawClient) -> None:
         """Every acknowledged page is there, with its own bytes."""
@@ -51,6 +56,10 @@ class Promises:
             stored = dict(zip(from_u32(root[6][0]), from_u32(root[7][0]), strict=True))
             assert set(pages) <= set(stored), sorted(set(pages) - set(stored))
             assert all(stored[page] == BLOCK_TOKENS for page in pages)
+            tried = self.attempts.get(session, {})
+            assert set(stored) - set(pages) <= set(tried)
+            for page in set(stored) & set(tried):
+                assert client.swap_in(KNOWN, session, 0, page, 1) == [pattern(tried[page])]
             if pages:
                 found = client.swap_in(KNOWN, session, 0, 0, len(pages))
                 wrong = [

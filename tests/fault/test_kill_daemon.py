@@ -48,6 +48,8 @@ def assert_files_are_sound(daemon: DaemonProcess) -> None:
 def keep_busy(client: RawClient, promises: Promises, chance: random.Random) -> None:
     """Swap out, in, evict, close and open at random until the daemon is gone."""
     while True:
+        if not promises.pages:  # the close of the last one was not answered
+            promises.open(client)
         session = chance.choice(list(promises.pages))
         stored = promises.pages[session]
         step = chance.random()

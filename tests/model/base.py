@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize
 from kvtier_client import errors, wire
 from tests.model.clients import Reading, Waiting, Worker, Writing
 from tests.model.harness import LIMITS, Host, layout, u32, u64
-from tests.model.reference import Session
+from tests.model.reference import Node, Session
 
 LAYOUTS = [layout(1), layout(2, group=1), layout(1, name="keyed")]
 PRINTS = [each.fingerprint() for each in LAYOUTS]
@@ -86,6 +86,15 @@ class Base(RuleBasedStateMachine):
     def pick(items: Any, i: int) -> Any:
         ordered = list(items)
         return ordered[i % len(ordered)] if ordered else None
+
+    def page(self, node: Node, part: int, i: int) -> int:
+        """A page of a branch, mostly one that is stored."""
+        pages: set[int] = set()
+        at: Node | None = node
+        while at is not None:
+            pages |= set(at.pages[part])
+            at = at.parent
+        return sorted(pages)[i % len(pages)] if pages and i < 8 else i
 
     @staticmethod
     def failed(reply: Any, *codes: int) -> bool:

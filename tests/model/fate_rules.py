@@ -44,7 +44,7 @@ class FateRules(Base):
     @rule(w=small, what=small, dead=st.lists(few, max_size=2))
     def fate(self, w: int, what: int, dead: list[int]) -> None:
         """What happens seldom, so that histories grow in between."""
-        if what == 7:
+        if what in (2, 7):
             self.crash(dead)
         elif what == 6:
             self.kill(w)
@@ -80,7 +80,10 @@ class FateRules(Base):
             same[0].writes |= worker.writes
             same[0].reads |= worker.reads
         self.spawn(worker.tenant, worker.sim.group)
-        self.workers[-1].sessions = set(same[0].sessions) if same else set()
+        for name in sorted(same[0].sessions if same else ()):
+            self.workers[-1].sessions.add(name)
+            reply = self.workers[-1].sim.ask(wire.ResumeSession, name[1])
+            assert isinstance(reply, wire.SessionReply), reply
 
     def crash(self, dead: list[int]) -> None:
         """The daemon is killed and starts again; some clients die meanwhile."""

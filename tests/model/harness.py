@@ -120,7 +120,7 @@ class Host:
         nvme = Slabs(cut.slabs, cut.slab_bytes, cut.max_slots, self.disk.words, assigned(None))
         world = World(
             self.limits, nvme, boot=self.generation, salt=self.generation,
-            generation=self.generation, now_s=self.clock.now_s,
+            generation=self.generation, now_s=self.clock.now_s, seq=self.generation << 40,
         )  # fmt: skip
         worlds.append(world)
         for name, (slabs, quota) in self.tenants.items():

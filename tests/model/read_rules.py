@@ -22,6 +22,7 @@ class ReadRules(Base):
             return
         node = self.pick(session.nodes.values(), n)
         part %= len(session.layouts)
+        first = self.page(node, part, first)
         which = session.layouts[part]
         counter = worker.sim.counter()
         request = worker.sim.send(
@@ -57,7 +58,9 @@ class ReadRules(Base):
         if not worker or not session:
             return
         node = self.pick(session.nodes.values(), n)
-        which = session.layouts[part % len(session.layouts)]
+        part %= len(session.layouts)
+        first = self.page(node, part, first)
+        which = session.layouts[part]
         ticket = worker.sim.counter()
         reply = worker.sim.ask(
             wire.Prefetch, ticket, session.id, node.id, PRINTS[which], first, count, 1, 5.0

@@ -34,7 +34,7 @@ class SessionRules(Base):
 
     @rule(w=small, s=few, twice=st.booleans(), sure=few)
     def close(self, w: int, s: int, twice: bool, sure: int) -> None:
-        worker = self.worker(w) if sure == 3 else None
+        worker = self.worker(w) if sure else None
         session = worker and self.open_session(worker, s)
         if not worker or not session:
             return

@@ -156,12 +156,11 @@ class WriteRules(Base):
             node.pages[part][page] = new
             return
         actual = white_box.value(self.host, session, node.id, part, page)
-        replaces = new.valid > old.valid or (
-            new.held and not old.held and new.valid >= old.valid
-        )
-        if old.value in self.hurt and actual == new.value:
-            replaces = True
-        assert actual in ((new.value,) if replaces else (old.value, None)), (actual, old, new)
+        replaces = new.valid > old.valid or (new.held and not old.held)
+        if old.value in self.hurt:
+            replaces = actual == new.value
+        else:
+            assert actual == (new.value if replaces else old.value), (actual, old, new)
         if replaces:
             node.pages[part][page] = new
 
@@ -181,7 +180,7 @@ class WriteRules(Base):
     @precondition(lambda self: any(x.promise for w in self.workers for x in w.writes.values()))
     @rule(w=small)
     def draw_promise(self, w: int) -> None:
-        """What was promised can be had, once readers have let go."""
+        """What was promised can be had, once readers and other writers have let go."""
         for each in self.workers:
             if each.connected:
                 for lease_id in [*each.reads, *each.pins]:
@@ -195,6 +194,13 @@ class WriteRules(Base):
         ]  # fmt: skip
         if not holders or any(each.reads for each in self.workers):
             return
+        for each in self.workers:
+            for lease in [x for x in each.writes.values() if x.open and not x.promise]:
+                if each.connected:
+                    each.sim.ask(wire.Abort, lease.id)
+                    del each.writes[lease.id]
+        if any(lease.open for each in self.workers for lease in each.writes.values()):
+            return  # somebody goes on writing: its slots cannot move
         worker, source = holders[w % len(holders)]
         counter = worker.sim.counter()
         take = source.promise

@@ -26,9 +26,14 @@ class Puppet:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.pid = self._process.pid
-        self.do("connect", path, -1 if uid is None else uid)
-        if hello:
-            self.do("hello")
+        self.welcome: list[Any] = []
+        try:
+            self.do("connect", path, -1 if uid is None else uid)
+            if hello:
+                self.welcome = self.do("hello")
+        except BaseException:
+            self.kill()
+            raise
 
     def __enter__(self) -> "Puppet":
         return self

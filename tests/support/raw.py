@@ -98,6 +98,9 @@ class RawClient:
         self.socket.connect(self.path)
         self._buffer = b""
 
+    def reconnect(self) -> None:
+        self.connect()
+
     def close(self) -> None:
         self.socket.close()
         if self.arena is not None:
@@ -209,6 +212,12 @@ class RawClient:
         else:
             os.close(self._passed)
         return self.welcome
+
+    def join(self, group: bytes, secret: bytes, hello: bool = True) -> None:
+        """Be of another client's group."""
+        self.group, self.secret = group, secret
+        if hello:
+            self.hello()
 
     def lease(self) -> int:
         """A counter that no lease of this client has had."""

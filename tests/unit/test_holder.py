@@ -246,6 +246,18 @@ def test_a_holder_with_nothing_to_hold_ends(runtime_dir: Path) -> None:
     assert not (runtime_dir / SOCKET_NAME).exists()
 
 
+def test_a_holder_that_nobody_can_reach_any_more_ends(runtime_dir: Path) -> None:
+    keeper = HolderKeeper(str(runtime_dir), idle_s=0.1)
+    fd = os.memfd_create("held")
+    keeper.put("held", fd)
+    os.close(fd)
+    (pid,) = holder_pids(runtime_dir)
+    handle = os.pidfd_open(pid)
+    keeper.close()
+    os.unlink(runtime_dir / SOCKET_NAME)
+    assert ends(handle)
+
+
 def test_what_a_holder_does_not_understand_harms_nothing(runtime_dir: Path) -> None:
     keeper = HolderKeeper(str(runtime_dir))
     put(keeper, "a", b"x")
