@@ -83,16 +83,16 @@ class Daemon:
         for member in self.parts.watched:
             self._watch_recovered(member)
         self.perform()
-        client, admin = self.config.socket.client_path, self.config.socket.admin_path
-        self._listeners = [
-            Listener(self, client, 0o666, admin=False),
-            Listener(self, admin, 0o600, admin=True),
-        ]
         for number, handler in (
             (signal.SIGTERM, self._stop.set), (signal.SIGINT, self._stop.set),
             (signal.SIGHUP, self._hangup),
         ):  # fmt: skip
             loop.add_signal_handler(number, handler)
+        client, admin = self.config.socket.client_path, self.config.socket.admin_path
+        self._listeners = [
+            Listener(self, client, 0o666, admin=False),
+            Listener(self, admin, 0o600, admin=True),
+        ]
         for listener in self._listeners:
             listener.start()
         log.info("serving at %s", client)

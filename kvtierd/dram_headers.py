@@ -5,8 +5,10 @@ between the two has published nothing, and the writer's lease is still what the 
 """
 
 import time
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier_client.wire import CACHED, HELD, NO_NODE
 from kvtierd.core.blocks import F_HELD, NONE, Rows, Slots
@@ -31,15 +33,15 @@ def body_fields(
 ) -> BodyFields:
     """What the header bodies of rows say."""
     table, nodes = world.table, world.node_table
-    index = table.node[rows]
+    checksum, flags = _common(table.checksum[rows]), _common(table.flags[rows] & F_HELD)
+    index = _common(table.node[rows])
     keyed = index == NONE
-    checksum = table.checksum[rows]
     return BodyFields(
         kind=int(kind),
         slot=slots,
-        owner0=table.owner0[rows],
-        owner1=table.owner1[rows],
-        node=np.where(keyed, NO_NODE, nodes.node[index]),
+        owner0=_common(table.owner0[rows]),
+        owner1=_common(table.owner1[rows]),
+        node=_either(keyed, NO_NODE, nodes.node[index]),
         page=table.page[rows],
         valid_tokens=table.valid[rows],
         length_bytes=pool.layout.block_bytes,
@@ -48,16 +50,29 @@ def body_fields(
         layout0=pool.layout0,
         layout1=pool.layout1,
         lease=lease,
-        parent=np.where(keyed, NO_NODE, nodes.parent[index]),
-        fork_tokens=np.where(keyed, 0, nodes.fork_tokens[index]),
+        parent=_either(keyed, NO_NODE, nodes.parent[index]),
+        fork_tokens=_either(keyed, 0, nodes.fork_tokens[index]),
         tenant=pool.tenant.number,
-        block_kind=np.where(keyed, BLOCK_KEYED, BLOCK_SESSION),
-        retention=np.where((table.flags[rows] & F_HELD) != 0, HELD, CACHED),
-        checksum_kind=np.where(checksum != 0, CHECKSUM_XXH3, CHECKSUM_NONE),
-        priority=table.priority[rows],
+        block_kind=_either(keyed, BLOCK_KEYED, BLOCK_SESSION),
+        retention=_either(flags != 0, HELD, CACHED),
+        checksum_kind=_either(checksum != 0, CHECKSUM_XXH3, CHECKSUM_NONE),
+        priority=_common(table.priority[rows]),
         created_s=int(time.time()),
         generation=world.generation,
     )
+
+
+def _common(column: NDArray[Any]) -> Any:
+    """The value that all rows share, as an int that costs no array arithmetic; else the column."""
+    first = column.item(0)
+    return first if (column == first).all() else column
+
+
+def _either(test: Any, yes: int, no: Any) -> Any:
+    """`np.where`, and an int where the test is one value for all rows."""
+    if isinstance(test, bool):
+        return yes if test else int(no)
+    return np.where(test, yes, no)
 
 
 def body_template(generation: int, block: OneBlock) -> BodyTemplate:

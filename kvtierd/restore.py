@@ -121,7 +121,9 @@ class Restore:
             )
             for r in headers.clients()
         ]  # fmt: skip
-        return self.state.reclaim.clients(tenant, members, np.concatenate(busy), np.concatenate(read))
+        return self.state.reclaim.clients(
+            tenant, members, np.concatenate(busy), np.concatenate(read)
+        )
 
     def _adopt(self, pool: Pool, found: Found, dram: list[int], nvme: list[int]) -> None:
         """Give a pool its slabs and the blocks in them."""

@@ -179,16 +179,19 @@ class Connection(asyncio.Protocol):
     # --------------------------------------------------------------- frames
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came: mostly one whole frame."""
-        size = len(data) - 4
-        if (
-            not self._buffer
-            and 0 <= size <= self._frame_bytes
-            and FRAME_HEADER.unpack_from(data)[0] == size
-        ):
-            self._one(memoryview(data)[4:])
-            return
-        self._buffer += data
+        """Bytes came: mostly whole frames, which are handled without a copy."""
+        start, end = 0, len(data)
+        if not self._buffer:
+            view = memoryview(data)
+            while end - start >= 4 and not self._paused and self._transport is not None:
+                (length,) = FRAME_HEADER.unpack_from(data, start)
+                if length > self._frame_bytes or length > end - start - 4:
+                    break
+                start += 4 + length
+                self._one(view[start - length : start])
+            if start == end:
+                return
+        self._buffer += data[start:]
         self._cut()
 
     def _cut(self) -> None:

@@ -168,6 +168,8 @@ def _row(record: Any, block_bytes: int, writable: bool) -> Bytes:
         raise InvalidArgument("a record must be contiguous in memory")
     if writable and not array.flags.writeable:
         raise InvalidArgument("a record to restore into is read-only")
+    if array.ndim == 1 and array.dtype == np.uint8:
+        return array
     return array.reshape(-1).view(np.uint8)
 
 

@@ -194,6 +194,9 @@ def _engine(
 
 
 def _load(model_path: str, threads: int) -> "LoadedModel":
+    # OpenMP reads it when torch is loaded. Spinning threads take the core from the one they wait
+    # for as soon as anything else runs on the machine: ten times slower on two busy cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     from kvtier_worker.load import load_model

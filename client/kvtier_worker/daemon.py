@@ -13,14 +13,15 @@ from kvtier_worker.errors import DaemonFailed
 START_DEADLINE_S: Final = 60.0
 STOP_DEADLINE_S: Final = 30.0
 POLL_S: Final = 0.02
-SLAB_UNIT_BYTES: Final = 2 << 20
-SLAB_BLOCKS: Final = 8
+SLAB_UNIT_BYTES: Final = 4096
+SLAB_BLOCKS: Final = 4
 LOG_TAIL_BYTES: Final = 2000
 
 _CONFIG = """\
 runtime_dir = "{directory}/run"
 state_dir = "{directory}/state"
 [arena]
+huge_pages = "off"
 slab_bytes = {slab_bytes}
 min_block_bytes = "4KiB"
 [spill]

@@ -27,8 +27,8 @@ from kvtier_worker.swap import DaemonStore
 from kvtier_worker.tiers import TierFigures, TierSample, TierWatch
 
 SWAP_WAIT_S: Final = 30.0
-ARENA_SHARE: Final = 2
-"""The demo's own arena is this fraction (1/2) of the pool: most of what is swapped must spill."""
+ARENA_SHARE: Final = 4
+"""The demo's own arena is this fraction (1/4) of the pool: most of what is swapped must spill."""
 
 Progress = Callable[[str, int], None]
 """Told the policy and how many tokens it has generated so far."""

@@ -82,11 +82,11 @@ class Llama:
         for layer, k_layer, v_layer in zip(self.layers, k_pages, v_pages, strict=True):
             h = layer.qkv(_rms_norm(x, layer.input_norm, c.rms_eps))
             h = h.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
-            q, k, v = h.tensor_split((c.heads, c.heads + c.kv_heads), dim=1)
-            k_layer.view(-1, c.kv_heads, c.head_dim)[tile.slots] = _rotate(k, cos, sin)
+            qk, v = h.tensor_split((c.heads + c.kv_heads,), dim=1)
+            q, k = _rotate(qk, cos, sin).tensor_split((c.heads,), dim=1)
+            k_layer.view(-1, c.kv_heads, c.head_dim)[tile.slots] = k
             v_layer.view(-1, c.kv_heads, c.head_dim)[tile.slots] = v
-            h = paged_attention(_rotate(q, cos, sin), k_layer, v_layer, tile)
-            x = x + layer.out(h)
+            x = x + layer.out(paged_attention(q, k_layer, v_layer, tile))
             h = layer.gate_up(_rms_norm(x, layer.post_norm, c.rms_eps))
             gate, up = h.chunk(2, dim=-1)
             x = x + layer.down(gate / (1 + torch.exp(-gate)) * up)

@@ -45,7 +45,7 @@ _PACKED: Final = struct.Struct("<QQQQqqIiIIIHHBB6x")
 assert _PACKED.size == _ROW.itemsize
 _USE: Final = struct.Struct("<16xQ8xq20xIIH2xB")  # the columns that `Use` has
 _TOUCH_READERS: Final = struct.Struct("<IH")
-_TOUCH_AT: Final = int((_ROW.fields or {})["touch"][1])
+_TOUCH_AT: Final = struct.calcsize("<QQQQqqIiII")  # behind the columns before it
 
 
 class Use(NamedTuple):

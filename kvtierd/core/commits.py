@@ -37,6 +37,14 @@ def check_repeated(stored: NDArray[np.bool_], repeated: NDArray[np.bool_]) -> No
         raise InvalidArgument("a slot of this commit was committed before, under another name")
 
 
+def distinct(values: NDArray[np.int64]) -> bool:
+    """Whether no value comes twice; those of a commit nearly always rise."""
+    if (values[1:] > values[:-1]).all():
+        return True
+    ordered = np.sort(values)
+    return bool((ordered[1:] > ordered[:-1]).all())
+
+
 class Commits:
     """Publishes slots of write leases as blocks."""
 
@@ -71,12 +79,14 @@ class Commits:
             check_repeated(stored, repeated)
         run.reach(int(pages[-1]) + 1)
         named = run.rows[pages - run.start]
-        kept = req.retention == HELD
-        new = self._fresh(named, valid, repeated, kept)
+        asked = req.retention == HELD
+        new = self._fresh(named, valid, repeated, asked)
+        kept = self._held(named) | asked
         self._free_duplicates(lease, slots[~new & ~repeated], index)
         if new.any():
             rows = self.publish(
-                lease, slots[new], index[new], pages[new], valid[new], checksums[new], node, kept
+                lease, slots[new], index[new], pages[new], valid[new], checksums[new], node,
+                kept[new],
             )  # fmt: skip
             run.rows[pages[new] - run.start] = rows
             old = named[new]
@@ -183,7 +193,7 @@ class Commits:
                 or valid.max() > tokens
                 or index.max() >= len(lease.slots)
                 or not (pages[1:] > pages[:-1]).all()
-                or len(np.unique(index)) != n
+                or not distinct(index)
             )
         if bad:
             raise InvalidArgument(
@@ -204,6 +214,11 @@ class Commits:
         enough = self.world.table.valid[rows[there]] >= valid[inside[there]]
         stored[inside[there]] = enough
         return stored
+
+    def _held(self, named: Rows) -> NDArray[np.bool_]:
+        """Which names have a HELD block: a longer copy of it is HELD too, whatever it asks for."""
+        held: NDArray[np.bool_] = (named != NONE) & ((self.world.table.flags[named] & F_HELD) != 0)
+        return held
 
     def _fresh(
         self, named: Rows, valid: NDArray[np.int64], repeated: NDArray[np.bool_], kept: bool
@@ -226,7 +241,7 @@ class Commits:
         valid: NDArray[np.int64],
         checksums: NDArray[np.uint64],
         node: Node | None,
-        kept: bool,
+        kept: NDArray[np.bool_],
         keys: NDArray[np.uint64] | None = None,
     ) -> Rows:
         """Make rows for slots of a lease and publish them as READY, for a node or under keys."""
@@ -249,14 +264,13 @@ class Commits:
         table.touch[rows] = world.touch
         table.readers[rows] = 0
         table.pins[rows] = 0
-        table.flags[rows] = F_HELD if kept else 0
+        table.flags[rows] = np.where(kept, F_HELD, 0)
         table.priority[rows] = 0 if node is None else node.session.priority
         world.publisher.publish(pool, rows, slots, lease.id)
         arena = pool.tenant.arena
         arena.row_of[slots] = rows + 1
         arena.set_state(pool.dram, slots, WRITING, ready_words(seqs))
-        if kept:
-            pool.held += n
+        pool.held += int(np.count_nonzero(kept))
         lease.slots[index] = NONE
         lease.left -= n
         world.counters["committed_blocks"] += n
@@ -290,6 +304,8 @@ class Commits:
             for run in node.runs:
                 if self._stored(run, pages, valid).all():
                     return Done(req.id, self.world.boot, peer.acked, len(pages))
+        if req.lease in peer.group.ended and req.retention == CACHED:
+            return Done(req.id, self.world.boot, peer.acked, len(pages))  # dropped since
         self.writes.lease(peer, req.lease)
         raise LeaseExpired(
             f"lease {req.lease:#x} ran out before its commit; nothing of it was published"

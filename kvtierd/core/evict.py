@@ -45,11 +45,14 @@ class Evictor:
         if write:
             dirty = pool.dram.used - pool.clean
             short = max(short, n + dirty + pool.headroom - pool.dram_capacity)
+        if not patient and short > 0:
+            rows = self._victims([pool], short, clean=False)
+            short -= self._drop_cached(rows[self._droppable(rows)])
         short -= pool.moving
         if short > 0:
-            short -= self._move_dirty([pool], short, patient=patient, urgent=True)
+            short -= self._move_dirty([pool], short, urgent=True)
         if short > 0:
-            self._evacuate(pool)
+            self._evacuate(pool, patient=patient)
 
     def _leave_clean(self, pools: list[Pool], n: int) -> int:
         rows = self._victims(pools, n, clean=True)
@@ -58,24 +61,28 @@ class Evictor:
         self.world.counters["evicted_clean_blocks"] += len(rows)
         return len(rows)
 
-    def _move_dirty(self, pools: list[Pool], n: int, *, patient: bool, urgent: bool) -> int:
-        """Demote (or drop) up to `n` victims; returns how many slots will be free."""
-        world, table, started = self.world, self.world.table, 0
-        for pool, victims in world.by_pool(self._victims(pools, n, clean=False)):
-            mine = victims
-            droppable = ((table.flags[mine] & F_HELD) == 0) & (table.pins[mine] == 0)
-            if not patient and droppable.any():
-                started += self._drop_cached(mine[droppable])
-                mine, droppable = mine[~droppable], droppable[~droppable]
-            if world.now_s < pool.tenant.spill_retry_s:
-                continue
-            moved = self.copies.demote(pool, mine, urgent)
-            started += moved
-            left, droppable = mine[moved:], droppable[moved:]
-            if len(left):
-                self._make_nvme_room(pool, len(left))
-                started += self._drop_cached(left[droppable])
+    def _move_dirty(self, pools: list[Pool], n: int, *, urgent: bool) -> int:
+        """Demote up to `n` victims; returns how many slots will be free."""
+        started = 0
+        for pool, rows in self.world.by_pool(self._victims(pools, n, clean=False)):
+            if self.world.now_s >= pool.tenant.spill_retry_s:
+                started += self._demote(pool, rows, urgent=urgent)
         return started
+
+    def _demote(self, pool: Pool, rows: Rows, *, urgent: bool) -> int:
+        """Demote rows; where NVMe has no room, CACHED ones are dropped instead."""
+        moved = self.copies.demote(pool, rows, urgent)
+        left = rows[moved:]
+        if len(left):
+            self._make_nvme_room(pool, len(left))
+            moved += self._drop_cached(left[self._droppable(left)])
+        return moved
+
+    def _droppable(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which rows nobody holds."""
+        table = self.world.table
+        free: NDArray[np.bool_] = ((table.flags[rows] & F_HELD) == 0) & (table.pins[rows] == 0)
+        return free
 
     def _drop_cached(self, rows: Rows) -> int:
         if len(rows):
@@ -106,18 +113,18 @@ class Evictor:
             moving = sum(pool.moving * pool.slot_bytes for pool in pools)
             excess = used - moving - int(limits.low_watermark * total)
             slot_bytes = min(pool.slot_bytes for pool in pools)
-            n = min(excess, BALANCE_BYTES - moving) // slot_bytes
+            n = -(-min(excess, BALANCE_BYTES - moving) // slot_bytes)
             if n > 0:
                 n -= self._leave_clean(pools, n)
             if n > 0:
-                self._move_dirty(pools, n, patient=True, urgent=False)
+                self._move_dirty(pools, n, urgent=False)
         return tenant.pressure != before
 
     def evict(self, tenant: Tenant, n: int) -> int:
         """Move up to `n` blocks out of DRAM because an operator asked; returns how many."""
         pools = list(tenant.pools.values())
         left = self._leave_clean(pools, n)
-        return left + self._move_dirty(pools, n - left, patient=True, urgent=True)
+        return left + self._move_dirty(pools, n - left, urgent=True)
 
     def save(self, tenant: Tenant) -> int:
         """Start to copy to NVMe all that is only in DRAM, what is being read too, HELD first:
@@ -167,14 +174,32 @@ class Evictor:
         tokens = self.world.node_table.tokens[np.maximum(table.node[rows], 0)]
         length = np.where(kept & ~in_nvme, np.log2(tokens + 1.0).astype(np.int64), 0)
         tail = 0xFFFF - np.minimum(table.page[rows], 0xFFFF).astype(np.uint64)
-        touch = table.touch[rows].astype(np.uint64)
+        touch = self._last_use(rows).astype(np.uint64)
         high = ((group.astype(np.int64) << 5) | np.minimum(length, 31)).astype(np.uint64)
         keys: NDArray[np.uint64] = (high << np.uint64(48)) | (touch << np.uint64(16)) | tail
         return keys
 
+    def _last_use(self, rows: Rows) -> NDArray[np.uint32]:
+        """When rows were last of use: a session's page is as long as any page of a node at or
+        below its own, so that nobody is left with tails whose heads are gone."""
+        world, table = self.world, self.world.table
+        touch, nodes = table.touch[rows], table.node[rows]
+        own = nodes != NONE
+        if not own.any():
+            return touch
+        latest = np.zeros(len(world.node_table.node), np.uint32)
+        np.maximum.at(latest, nodes[own], touch[own])
+        for index in np.unique(nodes[own]).tolist():
+            node, use = world.nodes[index].parent, latest[index]
+            while node is not None and latest[node.index] < use:
+                latest[node.index] = use
+                node = node.parent
+        touch[own] = latest[nodes[own]]
+        return touch
+
     # ------------------------------------------------------------ slabs
 
-    def _evacuate(self, pool: Pool) -> None:
+    def _evacuate(self, pool: Pool, *, patient: bool) -> None:
         """Empty the sparsest slab of the tenant's other pools, so that `pool` can have it."""
         tenant, table = pool.tenant, self.world.table
         best: tuple[int, Pool, int, Rows] | None = None
@@ -197,7 +222,12 @@ class Evictor:
         clean = table.nvme[idle] != NONE
         if clean.any():
             self.copies.leave_dram(other, idle[clean])
-        self.copies.demote(other, idle[~clean], urgent=True)
+        dirty = idle[~clean]
+        if not patient:
+            droppable = self._droppable(dirty)
+            self._drop_cached(dirty[droppable])
+            dirty = dirty[~droppable]
+        self._demote(other, dirty, urgent=True)
 
     def end_stuck_drains(self, tenant: Tenant) -> None:
         """Use slabs again whose evacuation did not end (a reader stayed, or NVMe was full)."""
@@ -210,8 +240,6 @@ class Evictor:
         durability, also the NVMe copies of HELD blocks that are in DRAM."""
         world, table, nvme = self.world, self.world.table, self.world.nvme
         slabs = sorted(pool.nvme.free)
-        if not slabs:
-            return
         hand = self._hand.get(pool.number, 0)
         for _ in range(min(NVME_SCAN_SLABS, len(slabs))):
             hand = (hand + 1) % len(slabs)
@@ -230,6 +258,25 @@ class Evictor:
             if n <= 0:
                 break
         self._hand[pool.number] = hand
+        if n > 0:
+            self._empty_nvme_slab(pool)
+
+    def _empty_nvme_slab(self, pool: Pool) -> None:
+        """Start to clear an NVMe slab of the tenant's other pools that has CACHED blocks only."""
+        nvme, table = self.world.nvme, self.world.table
+        for other in pool.tenant.pools.values():
+            if other is pool:
+                continue
+            for slab in sorted(other.nvme.free)[:NVME_SCAN_SLABS]:
+                rows = rows_at(nvme, nvme.slots_of(other.nvme, slab))
+                used = other.nvme.slots_per_slab - other.nvme.free[slab]
+                idle = (table.flags[rows] & F_BUSY) == 0
+                if len(rows) == used > 0 and idle.all() and self._droppable(rows).all():
+                    in_dram = table.dram[rows] != NONE
+                    if in_dram.any():
+                        self.copies.leave_nvme(other, rows[in_dram])
+                    self._drop_cached(rows[~in_dram])
+                    return
 
 
 def rows_at(slabs: Slabs, slots: Slots) -> Rows:

@@ -42,6 +42,7 @@ class Keyed:
         if lease is not None and lease.kind is Kind.WRITE:
             return self.writes.granted(peer, req.id, lease)
         pool = self.writes.pool(peer, req.layout)
+        check_distinct(req.keys)
         rows = self.find(pool, req.keys)
         missing = np.flatnonzero(rows == NONE)
         self.writes.check_reserve(pool, len(missing), 1)
@@ -58,15 +59,18 @@ class Keyed:
             raise self.writes.refusal(pool, len(missing))
         return Ticket(peer, req, pool, self.world.now_s + wait_s, missing, asked=len(missing))
 
-    def retry(self, ticket: Ticket) -> Lease | None:
+    def retry(self, ticket: Ticket) -> Granted | None:
         """Try a reservation that waits once more, for the keys that are still missing."""
-        req, pool = ticket.request, ticket.pool
+        req, pool, peer = ticket.request, ticket.pool, ticket.peer
         assert isinstance(req, ReserveKeys)
         missing = np.flatnonzero(self.find(pool, req.keys) == NONE)
-        lease = self.writes.try_reserve(ticket.peer, pool, req, len(missing), 0, patient=True)
-        if lease is not None:
-            lease.index = pack_u32(missing)
-        return lease
+        if not len(missing):
+            return Granted(req.id, self.world.boot, peer.acked, 0, 0.0, b"")
+        lease = self.writes.try_reserve(peer, pool, req, len(missing), 0, patient=True)
+        if lease is None:
+            return None
+        lease.index = pack_u32(missing)
+        return self.writes.granted(peer, req.id, lease)
 
     def commit_keys(self, peer: Peer, req: CommitKeys) -> Done:
         """Publish slots under content keys; a key that is stored already keeps its first block."""
@@ -93,14 +97,34 @@ class Keyed:
             keys, checksums = keys[new], checksums[new]
             if not len(slots):
                 return done
-        rows = self.commits.publish(lease, slots, index, pages, valid, checksums, None, False, keys)
+        kept = np.zeros(len(slots), np.bool_)
+        rows = self.commits.publish(lease, slots, index, pages, valid, checksums, None, kept, keys)
         twice = world.keys.insert(rows.astype(np.int32)).astype(np.int64)
         if len(twice):
+            twice = self._replace_lost(pool, twice)
             self.copies.drop(twice)
             world.counters["duplicate_blocks"] += len(twice)
         if not lease.left:
             self.writes.end_if_done(lease)
         return done
+
+    def _replace_lost(self, pool: Pool, rows: Rows) -> Rows:
+        """Give the blocks of rows whose keys are there, but lost, to the rows that have the keys;
+        returns the other rows. Holds and pins go on with what is readable again."""
+        table = self.world.table
+        old = self.world.keys.find(table.owner0[rows], table.owner1[rows], pool.number)
+        old = old.astype(np.int64)
+        lost = np.flatnonzero(((table.flags[old] & F_LOST) != 0) & (table.dram[old] == NONE))
+        _, first = np.unique(old[lost], return_index=True)
+        lost = lost[first]
+        into, new = old[lost], rows[lost]
+        for column in (table.checksum, table.seq, table.dram, table.page, table.valid, table.touch):
+            column[into] = column[new]
+        table.flags[into] &= ~np.uint8(F_LOST)
+        pool.tenant.arena.row_of[table.dram[into]] = into + 1
+        table.remove(new)
+        rest: Rows = np.delete(rows, lost)
+        return rest
 
     def index(self, pool: Pool, packed: bytes) -> Rows:
         """Rows of keys, lost ones included; NONE where there is none. Errors: InvalidArgument."""
@@ -125,6 +149,8 @@ class Keyed:
         pools = [self.writes.pool(peer, fingerprint) for fingerprint in req.layouts]
         if req.lease and len(pools) != 1:
             raise InvalidArgument("a lookup with a lease asks for one layout")
+        if req.lease:
+            check_distinct(req.keys)
         if req.lease and self._pinned(peer, req.lease) is not None:
             lease = peer.group.leases[peer.member.index << 32 | req.lease]
             return Hits(req.id, world.boot, peer.acked, [len(lease.rows)], lease.id)
@@ -135,6 +161,9 @@ class Keyed:
             world.table.touch[rows] = world.touch
             hits.append(len(rows))
         lease_id = 0
+        if req.lease:
+            rows = self._pinnable(pools[0], rows)
+            hits = [len(rows)]
         if req.lease and len(rows):
             lease_id = self.writes.new_lease_id(peer, req.lease)
             world.pin(pools[0], rows)
@@ -144,6 +173,12 @@ class Keyed:
                 Lease(lease_id, peer.group, pools[0], Kind.PIN, deadline_s, empty, rows, b"")
             )
         return Hits(req.id, world.boot, peer.acked, hits, lease_id)
+
+    def _pinnable(self, pool: Pool, rows: Rows) -> Rows:
+        """As many leading rows as may be kept beside what is held and promised already."""
+        while len(rows) and not pool.admits(len(rows) - self.world.kept(rows)):
+            rows = rows[: len(rows) // 2]
+        return rows
 
     def _pinned(self, peer: Peer, counter: int) -> Lease | None:
         lease = peer.group.leases.get(peer.member.index << 32 | counter)
@@ -212,3 +247,10 @@ def split_keys(packed: bytes) -> NDArray[np.uint64]:
 def leading(mask: NDArray[np.bool_]) -> int:
     """How many of the mask's first elements are true."""
     return len(mask) if mask.all() else int(mask.argmin())
+
+
+def check_distinct(packed: bytes) -> None:
+    """Refuse a key that comes twice where blocks are leased. Errors: InvalidArgument."""
+    keys = split_keys(packed)
+    if len(keys) > 1 and len(np.unique(keys, axis=0)) < len(keys):
+        raise InvalidArgument("a key comes twice in one request")

@@ -32,7 +32,7 @@ from kvtierd.core.actions import Send
 from kvtierd.core.blocks import F_FILLING, F_LOST, NONE, Rows
 from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
-from kvtierd.core.keyed import Keyed, leading
+from kvtierd.core.keyed import Keyed, check_distinct, leading
 from kvtierd.core.leases import Kind, Lease, Peer, Ticket, pack_u32, pack_u64
 from kvtierd.core.one_read import acquire_one, unread_one
 from kvtierd.core.slabs import FILLING, NO_OWNER, READER_BITS, READERS_MAX
@@ -74,6 +74,7 @@ class Reads:
         if held is not None:
             return held
         pool = self.writes.pool(peer, req.layout)
+        check_distinct(req.keys)
         rows = self.keyed.find(pool, req.keys)
         rows = rows[: leading(rows != NONE)]
         if not len(rows):

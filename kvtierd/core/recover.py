@@ -1,10 +1,10 @@
 """Rebuilds the tables from what the media say of themselves and what the catalog knows.
 
 Each block found in a header names its session, node and page (or its key); of several copies of
-one name the longest wins, then the newest. Blocks of closed sessions and pruned nodes are freed;
-blocks of sessions that the catalog does not know become orphans, kept until their client resumes
-them or their time is over. Slots that an earlier life's client may still write or read stay as
-they are until that client has come back and said what it holds, or is dead.
+one name the newest wins, since a commit replaces only what is shorter or less kept. Blocks of
+closed sessions and pruned nodes are freed; blocks of sessions that the catalog does not know become
+orphans, kept until their client resumes them or their time is over. Slots that an earlier life's
+client may still write or read stay as they are (see reclaim.py).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from kvtierd.core.blocks import F_DOOMED, F_HELD, F_LOST, NONE, Rows, Slots
 from kvtierd.core.slabs import READY, Slabs
 from kvtierd.core.state import State
 from kvtierd.core.tenant import Pool, Tenant
-from kvtierd.core.tree import Node, Run, Session
+from kvtierd.core.tree import Node, Run, Session, shared_pages
 
 _U64 = NDArray[np.uint64]
 _READERS = np.uint64(0xFF00)
@@ -149,8 +149,8 @@ class Recovery:
         if not len(found):
             return
         order = np.lexsort(
-            (~found.in_dram, ~found.seq, ~found.valid, found.page, found.node, found.owner1,
-             found.owner0, found.keyed)
+            (~found.in_dram, ~found.seq, found.page, found.node, found.owner1, found.owner0,
+             found.keyed)
         )  # fmt: skip
         found = self._without_earlier(pool, found.take(order))
         if not len(found):
@@ -307,7 +307,9 @@ class Recovery:
             self._correct(node, found, at)
         run = node.runs[self._part(session, pool)]
         pages = found.page[places].astype(np.int64)
-        good = (pages >= run.start) & (found.seq[places] >= session.since_seq)
+        good = pages >= run.start
+        if node.ended:
+            good &= pages < shared_pages(node)
         lost = (table.flags[rows] & F_LOST) != 0
         held = found.held[places].copy()
         old = found.seq[places] <= node.retention_seq

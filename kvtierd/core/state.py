@@ -31,10 +31,12 @@ from kvtierd.core.leases import (
     MEMBERS_MAX,
     Group,
     Kind,
+    Lane,
     Lease,
     Member,
     Peer,
     Ticket,
+    lane_of,
     pack_u32,
 )  # fmt: skip
 from kvtierd.core.reads import Reads
@@ -180,6 +182,8 @@ class State:
         group = tenant.groups.get(req.group)
         if group is None:
             if len(tenant.groups) >= self.world.limits.groups:
+                self._forget_idlest(tenant)
+            if len(tenant.groups) >= self.world.limits.groups:
                 raise QuotaExceeded(f"{len(tenant.groups)} client groups (limits.groups)")
             group = Group(req.group, secret_hash, tenant)
             tenant.groups[req.group] = group
@@ -232,6 +236,12 @@ class State:
         else:
             self._forget_group(group)
         self.pump(group.tenant)
+
+    def _forget_idlest(self, tenant: Tenant) -> None:
+        """Make room for a group: the one that has been without connection and lease longest."""
+        idle = [g for g in tenant.groups.values() if not g.peers and not g.leases and g.returned]
+        if idle:
+            self._forget_group(min(idle, key=lambda group: group.idle_since_s))
 
     def _forget_group(self, group: Group) -> None:
         tenant = group.tenant
@@ -304,11 +314,10 @@ class State:
                 self._answer(ticket, result)
             elif ticket.prefetch and ticket.ended:
                 tenant.loading.remove(ticket)
-        blocked: set[tuple[int, bool]] = set()
-        for ticket in sorted(tenant.waiting, key=lambda t: (t.prefetch, -t.priority)):
-            # A reader never waits behind a writer: its client may hold what that one waits for.
-            writes = isinstance(ticket.request, wire.Reserve | wire.ReserveKeys)
-            lane = ticket.pool.number, writes
+        blocked: set[tuple[int, Lane]] = set()
+        waiting = sorted(tenant.waiting, key=lambda t: (lane_of(t.request), -t.priority))
+        for ticket in waiting:
+            lane = ticket.pool.number, lane_of(ticket.request)
             if lane in blocked:
                 continue
             try:
@@ -332,14 +341,15 @@ class State:
             return taken
         if isinstance(req, wire.Reserve | wire.ReserveKeys):
             writer = self.keyed if isinstance(req, wire.ReserveKeys) else self.writes
-            lease = writer.retry(ticket)
-            return None if lease is None else self.writes.granted(ticket.peer, req.id, lease)
+            return writer.retry(ticket)
         session = ticket.pool.tenant.sessions.get(getattr(req, "session", -1))
         self.reads.refresh(ticket, session)
         if ticket.prefetch and not len(ticket.rows):
             ticket.loading = True
             self.reads.end_prefetch(ticket, ticket.asked, 0)
             return None
+        if not len(ticket.rows):  # keyed blocks that were dropped meanwhile
+            return wire.Granted(req.id, self.world.boot, ticket.peer.acked, 0, 0.0, b"")
         if self.reads.advance(ticket) and not ticket.prefetch:
             return self.reads.grant(ticket)
         return None

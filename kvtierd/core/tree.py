@@ -139,14 +139,19 @@ def subtree(node: Node) -> list[Node]:
     return found
 
 
-def trim_to_children(node: Node) -> list[Rows]:
-    """Cut an ended node to its children's largest fork point; returns the rows it named beyond.
+def shared_pages(node: Node) -> int:
+    """Before which page an ended node still has what its children share.
 
     A page that a fork divides stays: a child may not have its own copy of it yet.
     """
     fork = max((child.fork_tokens for child in node.children.values()), default=0)
-    tokens = node.session.pools[0].layout.block_tokens
-    return [run.cut(-(-fork // tokens)) for run in node.runs]
+    return -(-fork // node.session.pools[0].layout.block_tokens)
+
+
+def trim_to_children(node: Node) -> list[Rows]:
+    """Cut an ended node to its children's largest fork point; returns the rows it named beyond."""
+    pages = shared_pages(node)
+    return [run.cut(pages) for run in node.runs]
 
 
 def remove_branch(node: Node) -> tuple[list[Node], list[Rows]]:

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from kvtierd.core.blocks import F_HELD, NONE, Rows
+from kvtierd.core.blocks import F_DOOMED, F_FILLING, F_HELD, F_MOVING, NONE, Rows
 from kvtierd.core.leases import Kind
 from kvtierd.core.slabs import QUARANTINED, WRITING, SlabPool, Slabs
-from kvtierd.core.tenant import Pool
+from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.world import World
 
 
@@ -13,6 +13,10 @@ def validate(world: World) -> None:
     """Recount everything; AssertionError when the books do not balance."""
     world.keys.check()
     used = np.flatnonzero(world.table.used_mask())
+    _check_names(world, used)
+    _check_batches(world, used)
+    for tenant in world.tenants.values():
+        _check_waiting(tenant)
     for pool in world.pools:
         rows = used[world.table.pool[used] == pool.number]
         _check_tier(pool.tenant.arena, pool.dram, world.table.dram, rows)
@@ -53,3 +57,47 @@ def _check_leases(world: World, pool: Pool, rows: Rows) -> None:
     assert (readers[rows] == world.table.readers[rows]).all()
     writing = sum(int((x.slots >= 0).sum()) for x in leases if x.kind is Kind.WRITE)
     assert writing == pool.dram.counts[WRITING] + pool.dram.counts[QUARANTINED]
+
+
+def _check_names(world: World, used: Rows) -> None:
+    """Every row has one name, in the node or the KeyIndex that its columns say, or is doomed."""
+    table = world.table
+    doomed = (table.flags[used] & F_DOOMED) != 0
+    assert world.doomed == int(doomed.sum()), (world.doomed, int(doomed.sum()))
+    named = [world.keys.rows().astype(np.int64)]
+    for index, node in world.nodes.items():
+        assert node.index == index
+        assert node.session.nodes[node.id] is node
+        for pool, run in zip(node.session.pools, node.runs, strict=True):
+            places = np.flatnonzero(run.rows != NONE)
+            rows = run.rows[places]
+            assert (table.page[rows] == places + run.start).all()
+            assert (table.node[rows] == index).all()
+            assert (table.pool[rows] == pool.number).all()
+            named.append(rows)
+    rows = np.sort(np.concatenate(named))
+    assert np.array_equal(rows, used[~doomed]), "a row has no name, or two"
+
+
+def _check_batches(world: World, used: Rows) -> None:
+    """Rows are moving or filling exactly if a batch in flight has them."""
+    table = world.table
+    moving = [batch.rows for batch in world.batches.values()]
+    rows = np.sort(np.concatenate([np.empty(0, np.int64), *moving]))
+    busy = used[(table.flags[used] & (F_MOVING | F_FILLING)) != 0]
+    assert np.array_equal(rows, busy), "a batch and the flags of its rows differ"
+    for pool in world.pools:
+        mine = busy[table.pool[busy] == pool.number]
+        assert pool.moving == int(np.count_nonzero(table.flags[mine] & F_MOVING))
+
+
+def _check_waiting(tenant: Tenant) -> None:
+    """Whoever waits can still be answered."""
+    for ticket in (*tenant.waiting, *tenant.loading):
+        assert ticket.peer.open
+        assert ticket.peer in ticket.peer.group.peers
+    assert not any(ticket.loading for ticket in tenant.waiting)
+    assert all(ticket.loading for ticket in tenant.loading)
+    for lease in tenant.leases.values():
+        assert lease.group.leases[lease.id] is lease
+        assert tenant.groups[lease.group.id] is lease.group

@@ -174,12 +174,13 @@ class Writes:
         peer.group.leases[lease_id] = tenant.leases[lease_id] = lease
         return lease
 
-    def retry(self, ticket: Ticket) -> Lease | None:
+    def retry(self, ticket: Ticket) -> Granted | None:
         """Try a reservation that waits once more."""
-        req = ticket.request
+        req, peer = ticket.request, ticket.peer
         assert isinstance(req, Reserve)
-        drawn = self._draw(ticket.peer, ticket.pool, req)
-        return self.try_reserve(ticket.peer, ticket.pool, req, req.blocks, drawn, patient=True)
+        drawn = self._draw(peer, ticket.pool, req)
+        lease = self.try_reserve(peer, ticket.pool, req, req.blocks, drawn, patient=True)
+        return None if lease is None else self.granted(peer, req.id, lease)
 
     def taken(self, ticket: Ticket) -> Granted | InvalidArgument | None:
         """What a request gets whose lease was made while it waited, by a repeat of it."""

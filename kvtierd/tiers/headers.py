@@ -195,7 +195,11 @@ class ArenaHeaders(HeaderFile):
 
     def write_bodies(self, slots: SlotArray, bodies: Bodies) -> None:
         """Store bodies in the mapping."""
-        self._bodies[slots] = bodies
+        n, first = len(slots), int(slots[0]) if len(slots) else 0
+        if n > 1 and int(slots[-1]) - first == n - 1 and (slots[1:] > slots[:-1]).all():
+            self._bodies[first : first + n] = bodies  # neighbours, as nearly always
+        else:
+            self._bodies[slots] = bodies
 
     def read_bodies(self, slots: SlotArray) -> Bodies:
         """Copy bodies out of the mapping."""

@@ -20,10 +20,10 @@ from tests.bench.daemons import BLOCK_BYTES, BLOCK_TOKENS, MIB, daemon, layout
 from tests.bench.figures import Figure, middle
 from tests.bench.fio import NAMES, Direction, Durability
 
-BLOCKS: Final = 768
-SPARE_BLOCKS: Final = 256
+BLOCKS: Final = 512
+SPARE_BLOCKS: Final = 128
 """More of the arena than blocks, for the exchange headroom."""
-ROUNDS: Final = 9
+ROUNDS: Final = 7
 POLL_S: Final = 0.002
 WAIT_S: Final = 60.0
 BUDGET: Final = 0.9

@@ -62,12 +62,8 @@ class Promises:
                 assert client.swap_in(KNOWN, session, 0, page, 1) == [pattern(tried[page])]
             if pages:
                 found = client.swap_in(KNOWN, session, 0, 0, len(pages))
-                wrong = [
-                    page for page, seed in pages.items() if found[page] != pattern(seed)
-                ]
+                wrong = [page for page, seed in pages.items() if found[page] != pattern(seed)]
                 assert wrong == []
 
     def total(self) -> int:
         return sum(map(len, self.pages.values()))
-
-

@@ -47,9 +47,13 @@ def full_disk(
     try:
         daemon.sections["spill"]["paths"] = [str(place)]
         daemon.start()
-        yield daemon, lambda: subprocess.run(
-            ["mount", "-o", "remount,size=100m", str(place)], check=True
-        ) and None
+        yield (
+            daemon,
+            lambda: (
+                subprocess.run(["mount", "-o", "remount,size=100m", str(place)], check=True)
+                and None
+            ),
+        )
         daemon.end()
     finally:
         subprocess.run(["umount", str(place)], check=True)

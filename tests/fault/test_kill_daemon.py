@@ -17,7 +17,7 @@ from tests.support.fixtures import MakeDaemon
 from tests.support.raw import BLOCK_BYTES, Closed, RawClient, from_u64, pattern, u32, u64
 from tests.support.wait import until
 
-CYCLES = int(os.environ.get("KVTIERD_FAULT_CYCLES", "6"))
+CYCLES = int(os.environ.get("KVTIERD_FAULT_CYCLES", "5"))
 BLOCKS_MAX = 400  # three arenas and a half
 BURST_S = 0.25
 

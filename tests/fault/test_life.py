@@ -220,11 +220,15 @@ def test_a_full_spill_quota_of_one_tenant_is_its_own(make_daemon: MakeDaemon) ->
     with daemon.client() as client:
         session = client.open(LAYOUT)
         stored = 0
-        while (granted := client.call("reserve", client.lease(), KNOWN, 8, 0, 0, 5.0))[0] != "error":
+        while (granted := client.call("reserve", client.lease(), KNOWN, 8, 0, 0, 5.0))[
+            0
+        ] != "error":
             for index, offset in enumerate(from_u64(granted[6])):
                 client.write(offset, pattern(stored + index))
             pages = range(stored, stored + 8)
-            client.ask("commit", granted[4], session, 0, u32(*range(8)), u32(*pages), u32(*[16] * 8))
+            client.ask(
+                "commit", granted[4], session, 0, u32(*range(8)), u32(*pages), u32(*[16] * 8)
+            )
             stored += 8
         assert granted[4] == 302
         assert daemon.tenant()["nvme"]["used_bytes"] <= 2 << 20

@@ -85,9 +85,7 @@ def assert_lost_or_right(client: RawClient, session: int, promises: Promises) ->
 
 
 @pytest.mark.parametrize("harm", [flip, swap_halves, cut, remove, zero])
-def test_harm_while_no_daemon_runs(
-    make_daemon: MakeDaemon, harm: Callable[[Path], None]
-) -> None:
+def test_harm_while_no_daemon_runs(make_daemon: MakeDaemon, harm: Callable[[Path], None]) -> None:
     daemon = make_daemon(recovery={"memory": "off"}).start()
     promises = Promises()
     with daemon.client() as client:
@@ -107,9 +105,7 @@ def test_harm_while_no_daemon_runs(
 
 
 @pytest.mark.parametrize("harm", [flip, swap_halves, zero])
-def test_harm_under_a_running_daemon(
-    make_daemon: MakeDaemon, harm: Callable[[Path], None]
-) -> None:
+def test_harm_under_a_running_daemon(make_daemon: MakeDaemon, harm: Callable[[Path], None]) -> None:
     daemon = make_daemon(spill={"direct_io": "off"}).start()
     promises = Promises()
     with daemon.client() as client:

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize
 from kvtier_client import errors, wire
 from tests.model.clients import Reading, Waiting, Worker, Writing
 from tests.model.harness import LIMITS, Host, layout, u32, u64
+from tests.model.limits import with_limits
 from tests.model.reference import Node, Session
 
 LAYOUTS = [layout(1), layout(2, group=1), layout(1, name="keyed")]
@@ -27,9 +28,7 @@ class Base(RuleBasedStateMachine):
 
     @initialize(power=st.booleans(), queue=st.sampled_from([1, 64]), slabs=st.sampled_from([3, 5]))
     def begin(self, power: bool, queue: int, slabs: int) -> None:
-        limits = type(LIMITS)(**{
-            name: getattr(LIMITS, name) for name in LIMITS.__slots__ if name != "power"
-        }, power=power)  # fmt: skip
+        limits = with_limits(LIMITS, power=power)
         self.host = Host(
             {"a": (3, slabs - 1), "b": (2, 1)}, spill_slabs=slabs, limits=limits, queue_jobs=queue
         )
@@ -40,7 +39,12 @@ class Base(RuleBasedStateMachine):
         self.node_ids = 0
         self.workers: list[Worker] = []
         self.gone: list[Worker] = []
-        for tenant, group in (("a", b"g" * 16), ("a", b"g" * 16), ("a", b"h" * 16), ("b", b"g" * 16)):
+        for tenant, group in (
+            ("a", b"g" * 16),
+            ("a", b"g" * 16),
+            ("a", b"h" * 16),
+            ("b", b"g" * 16),
+        ):
             self.spawn(tenant, group)
         for i, worker in enumerate(self.workers):
             self.open_for(worker, TOKENS_OF_SESSIONS[i % 2], PARTS[i % 2])

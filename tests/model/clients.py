@@ -76,12 +76,10 @@ class Worker:
     def reconnect(self, host: Host) -> None:
         """Come back, say what is held, and forget what the daemon says is over."""
         held = [
-            wire.HeldLease(lease.id, True, _packed(lease.offsets))
-            for lease in self.writes.values()
+            wire.HeldLease(lease.id, True, _packed(lease.offsets)) for lease in self.writes.values()
         ]
         held += [
-            wire.HeldLease(lease.id, False, _packed(lease.offsets))
-            for lease in self.reads.values()
+            wire.HeldLease(lease.id, False, _packed(lease.offsets)) for lease in self.reads.values()
         ]
         self.waits.clear()
         self.sim.inbox.clear()

@@ -6,8 +6,10 @@ from hypothesis.stateful import rule
 
 from kvtier_client import wire
 from kvtierd.tiers.spill_io import Status
+from tests.model import white_box
 from tests.model.base import LAYOUTS, Base, few, small
 from tests.model.clients import Worker
+from tests.model.reference import Session
 
 
 class FateRules(Base):
@@ -27,7 +29,8 @@ class FateRules(Base):
     def corrupt(self, slot: int) -> None:
         """Bytes on NVMe change behind the daemon's back."""
         disk = self.host.disk
-        if slot // disk.geometry.max_slots in disk.slots:
+        slab, place = divmod(slot, disk.geometry.max_slots)
+        if slab in disk.slots and place < disk.slots[slab].slots:
             first, _ = disk.place(slot)
             self.hurt.add(int(disk.pages[first]))
             disk.pages[first] ^= np.uint64(1 << 40)
@@ -46,10 +49,47 @@ class FateRules(Base):
         """What happens seldom, so that histories grow in between."""
         if what in (2, 7):
             self.crash(dead)
+        elif what == 3:
+            self.reboot()
         elif what == 6:
             self.kill(w)
         elif what in (4, 5):
             self.disconnect(w)
+
+    def reboot(self) -> None:
+        """The host goes down: of the blocks, those on NVMe are there again.
+
+        Where only an earlier, shorter copy of a page was on NVMe, that one is."""
+        for session in self.sessions.values():
+            on_nvme = white_box.on_nvme(self.host, session)
+            for node in session.nodes.values():
+                for part, pages in enumerate(node.pages):
+                    for page, block in pages.items():
+                        block.held &= (node.id, part, page) in on_nvme
+        for values in self.keys.values():
+            self.hurt |= values
+        groups = [(worker.tenant, worker.sim.group) for worker in self.workers]
+        self.workers = []
+        self.host.reboot()
+        self.host.recover()
+        for session in self.sessions.values():
+            self.adopt(session)
+        for tenant, group in groups:
+            self.spawn(tenant, group)
+
+    def adopt(self, session: Session) -> None:
+        """Believe what is stored now, if it is what was committed once under its name."""
+        there = white_box.stored(self.host, session)
+        for node in session.nodes.values():
+            for part, pages in enumerate(node.pages):
+                for page, block in list(pages.items()):
+                    if (node.id, part, page) not in there:
+                        assert not block.held or block.value in self.hurt
+                        del pages[page]
+                        continue
+                    found = white_box.value(self.host, session, node.id, part, page)
+                    if found in block.older:
+                        pages[page] = white_box.block(self.host, session, node.id, part, page)
 
     def disconnect(self, w: int) -> None:
         worker = self.worker(w)
@@ -75,7 +115,9 @@ class FateRules(Base):
         """A process dies, and another one takes its place."""
         worker = self.workers.pop(w % len(self.workers))
         self.host.kill(worker.sim)
-        same = [x for x in self.workers if (x.tenant, x.sim.group) == (worker.tenant, worker.sim.group)]
+        same = [
+            x for x in self.workers if (x.tenant, x.sim.group) == (worker.tenant, worker.sim.group)
+        ]
         if same:  # its leases are the group's: the others may end them
             same[0].writes |= worker.writes
             same[0].reads |= worker.reads

@@ -65,5 +65,8 @@ class ReadRules(Base):
         reply = worker.sim.ask(
             wire.Prefetch, ticket, session.id, node.id, PRINTS[which], first, count, 1, 5.0
         )
-        if not self.failed(reply, errors.InvalidArgument.code, errors.BlockLost.code) and not cancel:
+        if (
+            not self.failed(reply, errors.InvalidArgument.code, errors.BlockLost.code)
+            and not cancel
+        ):
             assert isinstance(worker.sim.ask(wire.Cancel, ticket), wire.Done)

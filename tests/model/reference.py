@@ -13,6 +13,7 @@ class Block:
     value: int
     valid: int
     held: bool
+    older: list[int] = field(default_factory=list)  # values that it replaced
 
 
 @dataclass(slots=True)

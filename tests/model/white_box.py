@@ -7,7 +7,7 @@ from kvtierd.core.blocks import F_DOOMED, F_FILLING, F_HELD, F_LOST, NONE
 from kvtierd.core.tree import Session as Real
 from tests.model.disk import PAGE, value_of
 from tests.model.harness import Host
-from tests.model.reference import Session
+from tests.model.reference import Block, Session
 
 
 def real(host: Host, session: Session) -> Real:
@@ -25,10 +25,33 @@ def stored(host: Host, session: Session) -> set[tuple[int, int, int]]:
     }
 
 
+def on_nvme(host: Host, session: Session) -> set[tuple[int, int, int]]:
+    """Names of the blocks that have an NVMe copy."""
+    nvme = host.world.table.nvme
+    return {
+        (node.id, part, page + run.start)
+        for node in real(host, session).nodes.values()
+        for part, run in enumerate(node.runs)
+        for page in np.flatnonzero(run.rows != NONE).tolist()
+        if nvme[run.rows[page]] != NONE
+    }
+
+
 def value(host: Host, session: Session, node: int, part: int, page: int) -> int | None:
-    """What is stored under a name; None when it is lost."""
+    """What is stored under a name; None when it is lost or was dropped."""
     run = real(host, session).nodes[node].runs[part]
-    return row_value(host, int(run.rows[page - run.start]))
+    row = int(run.rows[page - run.start])
+    return None if row == NONE else row_value(host, row)
+
+
+def block(host: Host, session: Session, node: int, part: int, page: int) -> Block:
+    """The block that is stored under a name, as the core knows it."""
+    run = real(host, session).nodes[node].runs[part]
+    row = int(run.rows[page - run.start])
+    table = host.world.table
+    found = row_value(host, row)
+    assert found is not None
+    return Block(found, int(table.valid[row]), bool(table.flags[row] & F_HELD))
 
 
 def row_value(host: Host, row: int) -> int | None:

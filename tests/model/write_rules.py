@@ -3,7 +3,7 @@
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import rule
 
 from kvtier_client import errors, wire
 from tests.model import white_box
@@ -153,15 +153,18 @@ class WriteRules(Base):
         """A block was committed: the longer one of two has the name, HELD beats CACHED."""
         old = node.pages[part].get(page)
         if old is None or not known:
+            new.older = [] if old is None else [*old.older, old.value]
             node.pages[part][page] = new
             return
         actual = white_box.value(self.host, session, node.id, part, page)
         replaces = new.valid > old.valid or (new.held and not old.held)
         if old.value in self.hurt:
             replaces = actual == new.value
-        else:
+        elif actual is not None or old.held:
             assert actual == (new.value if replaces else old.value), (actual, old, new)
         if replaces:
+            new.held |= old.held
+            new.older = [*old.older, old.value]
             node.pages[part][page] = new
 
     @rule(w=small, lease=small, twice=st.booleans())
@@ -177,7 +180,6 @@ class WriteRules(Base):
                 chosen.expired and self.failed(reply, errors.LeaseExpired.code)
             ), (i, reply)
 
-    @precondition(lambda self: any(x.promise for w in self.workers for x in w.writes.values()))
     @rule(w=small)
     def draw_promise(self, w: int) -> None:
         """What was promised can be had, once readers and other writers have let go."""
@@ -194,11 +196,7 @@ class WriteRules(Base):
         ]  # fmt: skip
         if not holders or any(each.reads for each in self.workers):
             return
-        for each in self.workers:
-            for lease in [x for x in each.writes.values() if x.open and not x.promise]:
-                if each.connected:
-                    each.sim.ask(wire.Abort, lease.id)
-                    del each.writes[lease.id]
+        self.others_let_go()
         if any(lease.open for each in self.workers for lease in each.writes.values()):
             return  # somebody goes on writing: its slots cannot move
         worker, source = holders[w % len(holders)]
@@ -213,7 +211,16 @@ class WriteRules(Base):
             self.collect()
             if wait not in worker.waits:
                 break
+            self.others_let_go()
             self.finish_all()
             self.host.tick(0.2)
         assert wait not in worker.waits, "a promise could not be drawn"
         assert worker.writes.get(worker.sim.member << 32 | counter), "a promise was refused"
+
+    def others_let_go(self) -> None:
+        """Writers without a promise abort what they hold."""
+        for each in self.workers:
+            for lease in [x for x in each.writes.values() if x.open and not x.promise]:
+                if each.connected:
+                    each.sim.ask(wire.Abort, lease.id)
+                    del each.writes[lease.id]

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,8 @@ class DaemonProcess:
         self.admin_path = str(directory / "run" / "admin.sock")
         self.state_path = directory / "state"
         self.process: subprocess.Popen[bytes] | None = None
-        self.preexec: Callable[[], None] | None = None
+        self.wrapper: list[str] = []
+        """A command that runs the daemon under other limits."""
 
     # --------------------------------------------------------------- config
 
@@ -83,8 +83,11 @@ class DaemonProcess:
         self.write_config()
         with open(self.log_path, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvtierd", "--config", str(self.config_path)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=self.preexec,
+                [
+                    *self.wrapper, sys.executable, "-m", "kvtierd",
+                    "--config", str(self.config_path),
+                ],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         return self.process
 

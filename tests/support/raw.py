@@ -70,9 +70,7 @@ class Closed(Exception):
 class RawClient:
     """One connection; after `hello` it has the arena mapped."""
 
-    def __init__(
-        self, path: str, group: bytes | None = None, secret: bytes | None = None
-    ) -> None:
+    def __init__(self, path: str, group: bytes | None = None, secret: bytes | None = None) -> None:
         self.path = path
         self.group = group or os.urandom(16)
         self.secret = secret or os.urandom(32)
@@ -162,6 +160,8 @@ class RawClient:
         self._replies[message[1]] = message
         if message[0] == "granted":
             self.granted.add(message[4])
+        elif message[0] == "hits" and message[5]:
+            self.granted.add(message[5])
         elif message[0] == "session":
             self.sessions.add(message[4])
 
@@ -202,9 +202,7 @@ class RawClient:
     def hello(self, leases: Iterable[Sequence[Any]] = ()) -> list[Any]:
         """Say who we are; maps the arena the first time."""
         claims = [list(lease) for lease in leases]
-        self.welcome = self.ask(
-            "hello", 1, "raw", self.group, self.secret, self.member, claims
-        )
+        self.welcome = self.ask("hello", 1, "raw", self.group, self.secret, self.member, claims)
         self.member = self.welcome[8]
         if self.arena is None:
             self.arena_fd = self._passed

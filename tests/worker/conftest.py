@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kvtier_worker.model import Llama
 
+from kvtier_worker.model import Llama
 from tests.worker.tiny import tiny_model
 
 

@@ -4,21 +4,22 @@ The daemon dies with the copy's leases open and starts again before the copy goe
 kept by the holder, the client comes back by itself.
 """
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
-import kvtier_client as kv
 import pytest
+from torch import Tensor
+
+import kvtier_client as kv
 from kvtier_worker.daemon import OwnDaemon
 from kvtier_worker.engine import Engine
 from kvtier_worker.metrics import RunFigures
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.swap import DaemonStore
-from torch import Tensor
-
-from tests.worker.tiny import CPU, tiny_engine
 from tests.worker.test_swap import MODEL, PAGES, ROOMY, SHAPE, WAIT_S, finish
+from tests.worker.tiny import CPU, tiny_engine
 
 
 @dataclass(slots=True)

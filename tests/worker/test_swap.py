@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-import kvtier_client as kv
 import numpy as np
 import pytest
+
+import kvtier_client as kv
 from kvtier_client.admin import AdminClient
 from kvtier_worker.daemon import OwnDaemon, Sizes, sizes_for
 from kvtier_worker.engine import Engine, block_shape
@@ -14,7 +15,6 @@ from kvtier_worker.errors import CannotSuspend, DaemonFailed
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.sequence import Sequence, State
 from kvtier_worker.swap import DaemonStore
-
 from tests.worker.tiny import (
     BLOCK_TOKENS,
     random_prompts,
@@ -57,9 +57,7 @@ def swap_engine(client: kv.Client, pool: PagedPool | None = None) -> Engine:
 
 
 def submit_all(engine: Engine) -> list[Sequence]:
-    return [
-        engine.submit(prompt, NEW_TOKENS, sampling_of(i)) for i, prompt in enumerate(PROMPTS)
-    ]
+    return [engine.submit(prompt, NEW_TOKENS, sampling_of(i)) for i, prompt in enumerate(PROMPTS)]
 
 
 def finish(engine: Engine) -> list[list[int]]:
@@ -197,14 +195,16 @@ def test_without_room_in_the_daemon_tokens_are_recomputed_and_counted(
 
 def fill_up(client: kv.Client) -> None:
     """Hold blocks until the daemon takes no more."""
-    layout = kv.Layout("hog", "uint8", 1, 1, 1, 1 << 19, 1 << 20)
-    client.register_layout(layout)
-    session = client.open_session(layouts=[layout])
+    store = DaemonStore(client, tiny_pool(MODEL, PAGES), "hog", WAIT_S)
+    session = client.open_session(layouts=[store.layout])
+    record = np.zeros((1, SHAPE.block_bytes), np.uint8)
+
+    def fill() -> None:
+        for page in range(10_000):
+            session.swap_out(record, (page, page + 1), BLOCK_TOKENS, wait_s=1.0)
+
     with pytest.raises(kv.CapacityError):
-        for page in range(1000):
-            session.swap_out(
-                np.zeros((1, 1 << 20), np.uint8), (page, page + 1), 1 << 19, wait_s=1.0
-            )
+        fill()
 
 
 def test_a_daemon_that_goes_away_for_good_costs_recomputation_only(
@@ -212,7 +212,8 @@ def test_a_daemon_that_goes_away_for_good_costs_recomputation_only(
 ) -> None:
     with OwnDaemon(str(tmp_path), ROOMY) as daemon:
         client = kv.Client(daemon.socket_path, name="test", deadline_s=0.2)
-        engine = swap_engine(client)
+        pool = tiny_pool(MODEL, PAGES)
+        engine = Engine(MODEL, pool, DaemonStore(client, pool, MODEL.config.name, wait_s=0.1))
         sequences = submit_all(engine)
         step_until(engine, lambda: any(s.state is State.SWAPPED for s in sequences))
         daemon.kill()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from kvtier_worker.engine import Engine, block_shape
@@ -91,6 +91,7 @@ def write_hugging_face(directory: str) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.Fuse()
     tokenizer.save(os.path.join(directory, "tokenizer.json"))
 
 

@@ -1,0 +1,203 @@
+"""Who leaves DRAM, and that room is made whenever it can be."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier_client import errors, wire
+from kvtier_client.wire import CACHED, HELD, TIER_DRAM, TIER_NVME
+from tests.model.harness import LIMITS, layout, refused
+from tests.unit.core_host import FULL, Fixture, Host, pack, u64
+
+
+@pytest.fixture
+def core() -> Iterator[Fixture]:
+    core = Fixture(Host())
+    yield core
+    core.host.check()
+    core.host.close()
+
+
+def session(core: Fixture, letter: str, **more: int) -> int:
+    return core.open(letter.encode() * 16, **more)
+
+
+def in_dram(core: Fixture, which: int) -> list[int]:
+    """Pages of a session's root that are in DRAM."""
+    reply = core.client.do(wire.Describe, which)
+    info = reply.nodes[0]
+    pages = [
+        int.from_bytes(info.pages[0][i : i + 4], "little") for i in range(0, len(info.pages[0]), 4)
+    ]
+    return [page for page, tier in zip(pages, info.tiers[0], strict=True) if tier == TIER_DRAM]
+
+
+def test_cached_blocks_leave_before_held_ones(core: Fixture) -> None:
+    cached = session(core, "c")
+    core.store([0, 1, 2], 100)
+    core.store([0, 1, 2], 200, session=cached, retention=CACHED)
+    core.evict(3)
+    assert in_dram(core, cached) == []
+    assert in_dram(core, core.session) == [0, 1, 2]
+
+
+def test_cached_blocks_with_a_clean_copy_leave_first(core: Fixture) -> None:
+    clean, dirty = session(core, "c"), session(core, "d")
+    core.store([0, 1], 100, session=clean, retention=CACHED)
+    core.evict(2)
+    core.store([0, 1], 200, session=dirty, retention=CACHED)
+    assert core.read(0, 2, session=clean) == [100, 101]
+    spilled = core.host.world.counters["spilled_blocks"]
+    core.evict(2)
+    assert (in_dram(core, clean), in_dram(core, dirty)) == ([], [0, 1])
+    assert core.host.world.counters["spilled_blocks"] == spilled
+
+
+def test_low_priority_leaves_before_high(core: Fixture) -> None:
+    low, high = session(core, "l", priority=1), session(core, "h", priority=200)
+    core.store([0, 1], 100, session=high)
+    core.store([0, 1], 200, session=low)
+    core.evict(2)
+    assert (in_dram(core, low), in_dram(core, high)) == ([], [0, 1])
+    core.client.do(wire.SetPriority, low, 255)
+
+
+def test_long_decodes_are_protected(core: Fixture) -> None:
+    short = session(core, "s")
+    core.store(list(range(12)), 100)
+    core.host.tick(5.0)
+    core.store([0, 1], 300, session=short)
+    core.evict(2)
+    assert in_dram(core, short) == []
+    assert len(in_dram(core, core.session)) == 12
+
+
+def test_tails_leave_before_heads(core: Fixture) -> None:
+    core.store(list(range(6)), 100)
+    core.evict(4)
+    assert in_dram(core, core.session) == [0, 1]
+
+
+def test_tails_leave_before_heads_also_when_heads_are_older(core: Fixture) -> None:
+    for page in range(6):
+        core.store([page], 100, retention=CACHED)
+        core.host.tick(10.0)
+    core.evict(4)
+    assert in_dram(core, core.session) == [0, 1]
+
+
+def test_a_parents_pages_stay_longer_than_its_childrens(core: Fixture) -> None:
+    core.store([0, 1], 100, retention=CACHED)
+    core.client.do(wire.Fork, core.session, 1, 0, 8)
+    core.host.tick(10.0)
+    core.store([2, 3], 200, node=1, retention=CACHED)
+    core.evict(2)
+    assert in_dram(core, core.session) == [0, 1]
+
+
+def test_watermarks_move_blocks_in_the_background(core: Fixture) -> None:
+    core.store(list(range(20)))
+    core.store([20, 21], 100)
+    [push] = core.client.pushes(wire.Pressure)[:1]
+    assert push.level == 1
+    core.host.settle()
+    tenant = core.host.tenant()
+    assert tenant.used_bytes() <= LIMITS.low_watermark * tenant.arena_bytes()
+    assert core.client.pushes(wire.Pressure)[-1].level == 0
+    assert core.read(0, 22) == [100 + page for page in range(22)]
+
+
+def test_a_burst_gets_the_whole_arena_at_once_when_all_of_it_can_go(core: Fixture) -> None:
+    for start in range(0, 64, 16):
+        core.store(list(range(start, start + 16)), 100, retention=CACHED)
+    core.host.settle()
+    for _ in range(8):  # with demotions under way, and none of them ending
+        lease = core.client.ask(wire.Reserve, core.client.counter(), core.print, 16)
+        assert isinstance(lease, wire.Granted), lease
+        pages = [200 + core.host.world.seq % 100 + i for i in range(16)]
+        core.client.ask(
+            wire.Commit, lease.lease, core.session, 0, pack(*range(16)), pack(*pages),
+            pack(*[FULL] * 16), CACHED,
+        )  # fmt: skip
+
+
+def test_a_load_makes_room_below_the_watermark(core: Fixture) -> None:
+    core.store([0, 1], 100)
+    core.evict()
+    core.store(list(range(2, 18)), 100)
+    core.host.settle()
+    lease = core.reserve(6)
+    assert not core.host.tenant().pressure
+    assert core.read(0, 2) == [100, 101]
+    core.client.do(wire.Abort, lease.lease)
+
+
+def test_something_can_be_promoted_when_both_tiers_are_full_of_held_blocks(core: Fixture) -> None:
+    page = 0
+    while True:
+        counter = core.client.counter()
+        reply = core.client.send(wire.Reserve, counter, core.print, 1, 0, 0, 5.0)
+        core.host.settle(6)
+        lease = core.client.answer(reply)
+        if isinstance(lease, wire.Error):
+            assert lease.code == errors.SpillFull.code
+            break
+        core.client.write(u64(lease.offsets)[0], 1, 100 + page)
+        core.client.do(
+            wire.Commit, lease.lease, core.session, 0, pack(0), pack(page), pack(4), HELD
+        )
+        page += 1
+    total = core.host.tenant().arena.slabs * 8 + core.host.disk.geometry.slabs * 8
+    assert page >= total * 0.9
+    assert core.read(0, page) == [100 + each for each in range(page)]
+
+
+def test_a_sparse_slab_is_evacuated_for_another_layout(core: Fixture) -> None:
+    core.store(list(range(20)), 100)
+    large = core.register(layout(2, group=1))
+    core.client.do(wire.Reserve, core.client.counter(), large, 3, wait_s=30.0)
+    assert core.read(0, 20) == [100 + page for page in range(20)]
+
+
+def test_another_layouts_cached_blocks_go_at_once_for_one_that_cannot_wait(core: Fixture) -> None:
+    core.store(list(range(21)), 100, retention=CACHED)
+    large = core.register(layout(2, group=1))
+    for _ in range(2):
+        core.client.do(wire.Reserve, core.client.counter(), large, 3)
+
+
+def test_nvme_full_of_cached_blocks_takes_held_ones(core: Fixture) -> None:
+    for start in range(0, 60, 12):
+        core.store(list(range(start, start + 12)), 100, retention=CACHED)
+        core.host.settle(2)
+    other = session(core, "h")
+    for start in range(0, 36, 12):
+        core.store(list(range(start, start + 12)), 500, session=other)
+        core.host.settle(2)
+    assert core.read(0, 36, session=other) == [500 + page for page in range(36)]
+
+
+def test_a_failing_disk_loses_nothing_and_the_next_try_works(core: Fixture) -> None:
+    from kvtierd.tiers.spill_io import Status
+
+    values = core.store(list(range(6)))
+    core.host.state.evictor.evict(core.host.tenant(), 6)
+    core.host.perform()
+    core.host.finish(0, Status.FULL)
+    assert set(core.tiers().values()) == {TIER_DRAM}
+    assert core.host.tenant().spill_retry_s > core.host.clock.now_s
+    core.host.settle(2)
+    core.evict()
+    assert set(core.tiers().values()) == {TIER_NVME}
+    assert core.read(0, 6) == values
+
+
+def test_a_tenants_quota_bounds_its_share_of_nvme() -> None:
+    core = Fixture(Host({"a": (2, 1)}, spill_slabs=4))
+    core.store(list(range(14)), 100)
+    core.evict()
+    with refused(errors.SpillFull):
+        core.reserve(12, wait_s=2.0)
+    assert core.host.tenant().pools[core.print].nvme.total == 8
+    core.host.check()
+    core.host.close()

@@ -1,0 +1,114 @@
+"""The commands as they are typed: the demo shows what it promises, sessions resume by token."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from kvtier_worker.__main__ import main
+from kvtier_worker.daemon import OwnDaemon, sizes_for
+from kvtier_worker.demo import DemoReport, find_failures
+from kvtier_worker.tiers import TierFigures
+from tests.worker.tiny import write_hugging_face
+
+SESSIONS = 12
+TOKENS = 128
+
+
+def worker(*arguments: str) -> Result:
+    return CliRunner().invoke(main, [*arguments, "--threads", "1"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_hugging_face(str(directory))
+    return str(directory)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[OwnDaemon]:
+    with OwnDaemon(str(tmp_path), sizes_for(12_288, 4 << 20, 16 << 20)) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def report(model: str, tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
+    out = tmp_path_factory.mktemp("out") / "run.json"
+    size = ["--sessions", str(SESSIONS), "--tokens", str(TOKENS), "--pressure", "4"]
+    done = worker("demo", "--model", model, *size, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert "outputs equal to unpressured" in done.output
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(out.read_text())["failures"] == []
+    return msgspec.json.decode(out.read_bytes(), type=DemoReport)
+
+
+def test_the_demo_compares_three_policies(report: DemoReport) -> None:
+    assert list(report.policies) == ["none", "recompute", "swap"]
+    assert report.outputs_equal == {"none": True, "recompute": True, "swap": True}
+    for figures in report.policies.values():
+        assert figures.sessions == SESSIONS
+        assert figures.generated_tokens == SESSIONS * TOKENS
+
+
+def test_the_demo_pressures_the_pool(report: DemoReport) -> None:
+    none, recompute, swap = report.policies.values()
+    assert none.preemptions == none.recomputed_tokens == 0
+    assert swap.pool_bytes <= none.peak_pool_bytes / 4
+    assert swap.preemptions >= 5
+    assert recompute.recomputed_tokens > swap.recomputed_tokens == 0
+
+
+def test_the_demo_uses_both_tiers(report: DemoReport) -> None:
+    assert report.spilled_share >= 0.5
+    assert report.tiers.dram_peak_bytes > 0
+    assert report.tiers.nvme_peak_bytes > 0
+    assert report.tiers.restored_bytes > 0
+    swap = report.policies["swap"].swap
+    assert swap.hashes_checked == swap.in_blocks > 0
+    assert swap.hashes_wrong == 0
+
+
+def test_the_demo_fails_on_what_it_must_not_show(report: DemoReport) -> None:
+    swap = report.policies["swap"]
+    changed = msgspec.structs.replace
+    assert find_failures(swap, report.tiers, outputs_equal=True) == []
+    wrong_hash = changed(swap, swap=changed(swap.swap, hashes_wrong=1))
+    for bad, tiers, equal in (
+        (swap, report.tiers, False),
+        (changed(swap, recomputed_tokens=1), report.tiers, True),
+        (wrong_hash, report.tiers, True),
+        (swap, changed(report.tiers, nvme_peak_bytes=0), True),
+        (swap, TierFigures(nvme_peak_bytes=1, spilled_bytes=1), True),
+    ):
+        assert len(find_failures(bad, tiers, equal)) == 1
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.9"])
+def test_a_session_suspended_by_one_command_is_finished_by_the_next(
+    model: str, daemon: OwnDaemon, temperature: str
+) -> None:
+    asked = ["--model", model, "--prompt", "Why?", "--tokens", "40", "--temperature", temperature]
+    whole = worker("generate", *asked).stdout.rstrip("\n")
+    first = worker("generate", *asked, "--daemon", daemon.socket_path, "--suspend-after", "23")
+    begun, token = first.stdout.rstrip("\n").rsplit("\ntoken: ", 1)
+    rest = worker("resume", "--model", model, "--token", token, "--daemon", daemon.socket_path)
+    assert rest.exit_code == 0, rest.output
+    assert begun + rest.stdout.rstrip("\n") == whole
+    assert len(rest.stdout) > 1
+
+
+def test_errors_are_told_in_one_line(model: str, daemon: OwnDaemon, tmp_path: Path) -> None:
+    missing = worker("generate", "--model", str(tmp_path), "--prompt", "Why?")
+    assert missing.exit_code == 1
+    assert missing.stderr.startswith("error: no model at")
+    unknown = worker(
+        "resume", "--model", model, "--token", "00" * 16, "--daemon", daemon.socket_path
+    )
+    assert unknown.exit_code == 21
+    assert unknown.stderr.startswith("error: ")
+    assert missing.stderr.count("\n") == unknown.stderr.count("\n") == 1

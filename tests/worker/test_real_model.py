@@ -1,0 +1,58 @@
+"""The default model, from its GGUF file: it answers, and its decode is invariant too."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier_worker.engine import Engine, block_shape
+from kvtier_worker.load import LoadedModel, load_model
+from kvtier_worker.pool import PagedPool
+from kvtier_worker.sampler import Sampling
+from kvtier_worker.store import RecomputeStore
+from kvtier_worker.tile import TILE_ROWS, Row, build_tile
+from tests.worker.tiny import BLOCK_TOKENS, CPU
+
+MODEL = Path(__file__).parents[2] / "build" / "model"
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    """The model that `make model` fetches; reading it the first time takes half a minute."""
+    assert list(MODEL.glob("*.gguf")), "the model is missing: run `make model`"
+    return load_model(str(MODEL), CPU)
+
+
+def test_it_answers_a_question(loaded: LoadedModel) -> None:
+    pool = PagedPool(block_shape(loaded.model, BLOCK_TOKENS), 8 << 20, CPU)
+    engine = Engine(loaded.model, pool, RecomputeStore())
+    prompt = loaded.tokenizer.encode_prompt("What is the capital of France?")
+    sequence = engine.submit(prompt, 12, Sampling(), loaded.tokenizer.end_token)
+    engine.run()
+    assert "Paris" in loaded.tokenizer.decode(sequence.generated)
+
+
+def test_prefill_decode_and_neighbours_give_the_same_bits(loaded: LoadedModel) -> None:
+    model, shape = loaded.model, block_shape(loaded.model, BLOCK_TOKENS)
+    tokens = loaded.tokenizer.encode_prompt("Is 221 a prime number?")[:TOKENS]
+
+    def run(pool: PagedPool, rows: list[Row]) -> torch.Tensor:
+        tile = build_tile(rows, BLOCK_TOKENS, shape.kv_heads, pool.scratch_page, CPU)
+        return model.logits(model.forward(tile, pool.k_pages, pool.v_pages))[: len(rows)]
+
+    pool = PagedPool(shape, 20 * shape.block_bytes, CPU)
+    alone, chunked, mixed, neighbour = (pool.take(4) for _ in range(4))
+    decoded = torch.cat([run(pool, [Row(t, i, alone)]) for i, t in enumerate(tokens)])
+    prefilled = torch.cat(
+        [
+            run(pool, [Row(tokens[i], i, chunked) for i in range(first, end)])
+            for first, end in ((0, 7), (7, 7 + TILE_ROWS), (7 + TILE_ROWS, TOKENS))
+        ]
+    )
+    beside = [
+        run(pool, [Row(5, 40 + i, neighbour), Row(t, i, mixed), Row(9, 3, neighbour)])[1]
+        for i, t in enumerate(tokens)
+    ]
+    assert torch.equal(decoded, prefilled)
+    assert torch.equal(decoded, torch.stack(beside))
