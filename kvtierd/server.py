@@ -316,6 +316,9 @@ class Listener:
             log.exception("a connection failed")
             sock.close()
             return
+        except BaseException:  # the listener closes
+            sock.close()
+            raise
         finally:
             self._greeting -= 1
         self.connections.add(conn)

@@ -54,7 +54,7 @@ def main() -> None:
 @click.option("--tokens", default=256, show_default=True, type=click.IntRange(2))
 @click.option(
     "--pressure",
-    default=3,
+    default=4,
     show_default=True,
     type=click.IntRange(2),
     help="The pool is the unpressured peak divided by this.",

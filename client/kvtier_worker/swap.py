@@ -166,7 +166,7 @@ class DaemonStore:
         """Swap out and leave everything that a resume needs in the session's blob."""
         if sequence.state is State.RUNNING and sequence.computed_tokens:
             self.save(sequence)
-        kept = self._kept.pop(sequence.id, None)
+        kept = self._kept.get(sequence.id)
         if kept is None:
             kept = _Kept(self._client.open_session(layouts=[self.layout]))
         saved = SavedSession(
@@ -181,6 +181,7 @@ class DaemonStore:
             hashes=kept.hashes,
         )
         kept.session.put_blob(encode_saved(saved), version=kept.blob_version + 1)
+        self._kept.pop(sequence.id, None)
         return kept.session.token.hex()
 
     def resume(self, token: str, sequence_id: int) -> Sequence:

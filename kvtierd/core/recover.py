@@ -194,7 +194,8 @@ class Recovery:
 
         A copy whose checksum is not the one that the block had before is of bytes that changed
         in DRAM meanwhile; without it the next demotion finds that out."""
-        twin: NDArray[np.bool_] = same & (found.seq == found.seq[winner]) & (found.in_dram != found.in_dram[winner])
+        twin: NDArray[np.bool_] = same & (found.seq == found.seq[winner])
+        twin &= found.in_dram != found.in_dram[winner]
         known = found.checksum[winner]
         twin &= (known == 0) | (found.checksum == known)
         places = np.flatnonzero(twin)

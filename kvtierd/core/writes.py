@@ -133,7 +133,8 @@ class Writes:
         Nothing has changed when it returns None, except that eviction may have started.
         """
         ahead = req.ahead if isinstance(req, Reserve) else 0
-        if not pool.admits(n + ahead - drawn):
+        more = n + ahead - drawn
+        if more > 0 and not pool.admits(more):
             return None
         if n > pool.write_room:
             self.evictor.make_room(pool, n, write=True, patient=patient)

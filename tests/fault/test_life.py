@@ -14,7 +14,7 @@ from tests.fault.test_kill_daemon import assert_books_balance, assert_files_are_
 from tests.support.daemon import ARENA_BYTES, DaemonProcess
 from tests.support.fixtures import MakeDaemon
 from tests.support.puppet import Puppet
-from tests.support.raw import BLOCK_BYTES, Closed, RawClient, from_u64, pattern, u32
+from tests.support.raw import BLOCK_BYTES, Closed, RawClient, pattern, u32
 from tests.support.wait import until
 
 NOBODY = 65534
@@ -26,7 +26,7 @@ def test_sigterm_ends_it_in_time_with_busy_clients(make_daemon: MakeDaemon) -> N
     with daemon.client() as client:
         session = promises.open(client)
         promises.swap_out(client, session, 64)
-        lease, _ = client.reserve(KNOWN, 40)
+        client.reserve(KNOWN, 40)
         client.ask("acquire", client.lease(), session, 0, KNOWN, 0, 8)
         client.send("reserve", client.lease(), KNOWN, 100, 0, 0, 60.0)
         half_a_frame = RawClient(daemon.client_path)
@@ -220,15 +220,12 @@ def test_a_full_spill_quota_of_one_tenant_is_its_own(make_daemon: MakeDaemon) ->
     with daemon.client() as client:
         session = client.open(LAYOUT)
         stored = 0
-        while (granted := client.call("reserve", client.lease(), KNOWN, 8, 0, 0, 5.0))[
-            0
-        ] != "error":
-            for index, offset in enumerate(from_u64(granted[6])):
-                client.write(offset, pattern(stored + index))
-            pages = range(stored, stored + 8)
-            client.ask(
-                "commit", granted[4], session, 0, u32(*range(8)), u32(*pages), u32(*[16] * 8)
-            )
+        while True:
+            granted = client.call("reserve", client.lease(), KNOWN, 8, 0, 0, 5.0)
+            if granted[0] == "error":
+                break
+            client.ask("abort", granted[4])
+            client.swap_out(KNOWN, session, 0, {stored + i: stored + i for i in range(8)})
             stored += 8
         assert granted[4] == 302
         assert daemon.tenant()["nvme"]["used_bytes"] <= 2 << 20

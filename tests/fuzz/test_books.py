@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +47,21 @@ class Books:
         try:
             await asyncio.to_thread(self._attack, requests)
         finally:
-            os.kill(os.getpid(), 15)
+            os.kill(os.getpid(), signal.SIGTERM)
             await serving
 
     def _attack(self, requests: list[list[Any]]) -> None:
-        until(lambda: os.path.exists(self.path), "the daemon serves")
+        until(self._serves, "the daemon serves")
         with RawClient(self.path) as client:
             attack(client)
             for request in requests:
                 exchange(client, [request])
                 self.recount()
         self.recount()
+
+    def _serves(self) -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            return probe.connect_ex(self.path) == 0
 
     def recount(self) -> None:
         async def validate() -> None:

@@ -39,11 +39,11 @@ many = settings(
 counters = st.sampled_from([0, 1, 2, 3, -1, 2**32 - 1, 2**32, 2**63, 2**64 - 1])
 sessions = st.sampled_from([SESSION, SESSION, SESSION, 0, 1, 2**64 - 1, -1])
 nodes = st.sampled_from([0, 0, 1, 2, NO_NODE, NO_NODE + 1, -1, 2**64 - 1])
-layouts = st.sampled_from([KNOWN, KNOWN, KNOWN, bytes(16), b"", bytes(300_000)])
+layouts = st.sampled_from([KNOWN, KNOWN, KNOWN, bytes(16), b"", bytes(3000)])
 small = st.sampled_from([0, 1, 2, 3, 15, 16, 17, 128, 129, -1, 2**31, 2**32, 2**64 - 1])
 numbers = st.one_of(
     st.lists(st.integers(0, 4), max_size=5).map(lambda values: u32(*values)),
-    st.sampled_from([b"", b"abc", u32(2**32 - 1), u32(0) * 4, bytes(100_000)]),
+    st.sampled_from([b"", b"abc", u32(2**32 - 1), u32(0) * 4, bytes(4000)]),
 )
 valid = st.one_of(
     st.lists(st.sampled_from([1, 16, 16, 0, 17]), max_size=5).map(lambda values: u32(*values)),
@@ -51,7 +51,7 @@ valid = st.one_of(
 )
 keys = st.one_of(
     st.lists(st.integers(0, 5), max_size=6).map(lambda ks: b"".join(bytes([k]) * 16 for k in ks)),
-    st.sampled_from([b"", b"fifteen bytes..", bytes(160_000)]),
+    st.sampled_from([b"", b"fifteen bytes..", bytes(1600)]),
 )
 seconds = st.sampled_from([0.0, 0.0, 0.01, -1.0, 1e300, float("nan"), float("inf"), 0])
 oneway = st.sampled_from([0, 0, 1, 7, -1, 2**64 - 1])
@@ -119,10 +119,10 @@ anything = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=6), st.dictionaries(st.text(max_size=3), inner, max_size=3)
     ),
-    max_leaves=12,
+    max_leaves=6,
 )
 wrong_types = st.tuples(
-    st.sampled_from([*VERBS, "no_such_verb", ""]), st.lists(anything, max_size=9)
+    st.sampled_from([*VERBS, "no_such_verb", ""]), st.lists(anything, max_size=6)
 ).map(lambda pair: [pair[0], *pair[1]])
 
 
@@ -158,15 +158,19 @@ def give_back(client: RawClient) -> None:
     client.call("close_session", SESSION)
 
 
+ONEWAY_AT = {"commit": 7, "commit_keys": 5, "release": 1}
+"""Where the field is that says that there will be no reply."""
+
+
 def exchange(client: RawClient, requests: list[list[Any]]) -> None:
     """Send requests one by one; every reply is typed."""
     for verb, *fields in requests:
         request = client.send(verb, *fields)
-        probe = client.send("cancel", 12345)  # one-way requests have no reply
-        client.reply(probe)
-        reply = client._replies.pop(request, None)
-        if reply is not None and reply[0] == "error":
-            assert reply[4] in TYPED, (verb, fields, reply)
+        if verb in ONEWAY_AT and fields[ONEWAY_AT[verb]]:
+            continue
+        reply = client.reply(request)
+        assert reply[0] != "error" or reply[4] in TYPED, (verb, fields, reply)
+    client.call("cancel", 12345)
     for push in client.pushes:
         assert push[0] != "failed" or push[4] in TYPED, push
     client.pushes.clear()
@@ -209,7 +213,7 @@ def assert_nothing_is_left(daemon: DaemonProcess) -> None:
 
 
 @many
-@given(st.lists(wrong_types, min_size=1, max_size=20))
+@given(st.lists(wrong_types, min_size=1, max_size=8))
 def test_wrong_types_and_shapes(fuzzed: DaemonProcess, requests: list[list[Any]]) -> None:
     with RawClient(fuzzed.client_path) as client:
         client.hello()

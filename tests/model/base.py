@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
 from kvtier_client import errors, wire
-from tests.model.clients import Reading, Waiting, Worker, Writing
+from tests.model.clients import Reading, Waiting, Worker
 from tests.model.harness import LIMITS, Host, layout, u32, u64
 from tests.model.limits import with_limits
 from tests.model.reference import Node, Session

@@ -1,4 +1,4 @@
-"""What the model's clients know: their leases, what they may still write, and what they wait for."""
+"""What the model's clients know: their leases, what they may write, and what they wait for."""
 
 from dataclasses import dataclass, field
 

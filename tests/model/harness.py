@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from kvtier_client import wire
 from kvtier_client.errors import KvtierError
@@ -394,12 +395,10 @@ class Refused(Exception):
 @contextmanager
 def refused(kind: type[KvtierError]) -> Iterator[None]:
     """What is asked inside must be refused with this error."""
-    try:
+    with pytest.raises(Refused) as caught:
         yield
-    except Refused as error:
-        assert error.code == kind.code, f"expected {kind.__name__}, got {error.code}: {error}"
-        return
-    raise AssertionError(f"{kind.__name__} was expected, nothing was refused")
+    found = caught.value
+    assert found.code == kind.code, f"expected {kind.__name__}, got {found.code}: {found}"
 
 
 def u32(packed: bytes) -> list[int]:

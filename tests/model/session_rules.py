@@ -97,11 +97,9 @@ class SessionRules(Base):
             return
         for node in chosen:
             for part, pages in enumerate(node.pages):
-                for page in list(pages):
-                    if (node.id, part, page) in there:
-                        pages[page].held = held
-                    else:
-                        del pages[page]
+                for page in pages:
+                    # One that was dropped may come back after a crash, as CACHED as it was.
+                    pages[page].held = held and (node.id, part, page) in there
 
     @rule(w=small, s=few, priority=st.integers(0, 255))
     def set_priority(self, w: int, s: int, priority: int) -> None:

@@ -182,7 +182,7 @@ class WriteRules(Base):
 
     @rule(w=small)
     def draw_promise(self, w: int) -> None:
-        """What was promised can be had, once readers and other writers have let go."""
+        """What was promised can be had, block by block, once readers and other writers let go."""
         for each in self.workers:
             if each.connected:
                 for lease_id in [*each.reads, *each.pins]:
@@ -201,9 +201,8 @@ class WriteRules(Base):
             return  # somebody goes on writing: its slots cannot move
         worker, source = holders[w % len(holders)]
         counter = worker.sim.counter()
-        take = source.promise
         request = worker.sim.send(
-            wire.Reserve, counter, PRINTS[source.layout], take, 0, source.id, 30.0
+            wire.Reserve, counter, PRINTS[source.layout], 1, 0, source.id, 30.0
         )
         wait = Waiting(request, "write", source.layout, counter, drawn=source)
         worker.waits.append(wait)

@@ -170,8 +170,8 @@ class RawClient:
         for lease in self.granted - {0}:
             self.call("abort", lease)
             self.call("release", lease)
-        for session in self.sessions:
-            self.call("close_session", session)
+        while self.sessions:
+            self.call("close_session", self.sessions.pop())
 
     def call(self, verb: str, *fields: Any) -> list[Any]:
         return self.reply(self.send(verb, *fields))

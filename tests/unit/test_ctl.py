@@ -308,8 +308,10 @@ def test_an_error_can_be_had_as_json(daemon: Daemon) -> None:
 @pytest.mark.parametrize("command", ["status", "tiers", "sessions", "tree"])
 def test_a_report_of_another_version_is_a_protocol_error(daemon: Daemon, command: str) -> None:
     daemon.reports = {
-        admin_wire.Stats: {"tenants": {}}, admin_wire.Sessions: {}, admin_wire.Tree: {"nodes": [], "name": ""},
-    }  # fmt: skip
+        admin_wire.Stats: {"tenants": {}},
+        admin_wire.Sessions: {},
+        admin_wire.Tree: {"nodes": [], "name": ""},
+    }
     result = ask(daemon, command, *(["s"] if command == "tree" else []))
     assert result.exit_code == 13
     assert "use the kvtierctl of the daemon's version" in result.stderr

@@ -86,7 +86,7 @@ def write_gguf(path: Path, architecture: str = "llama") -> None:
 
 
 def test_logits_are_those_of_transformers(tiny: Llama) -> None:
-    oracle = LlamaForCausalLM(LlamaConfig(**HF_CONFIG, tie_word_embeddings=True)).eval()
+    oracle = LlamaForCausalLM(LlamaConfig(**HF_CONFIG, tie_word_embeddings=True))
     oracle.load_state_dict(tiny_weights(), strict=False)
     for prompt in random_prompts(5):
         with torch.no_grad():

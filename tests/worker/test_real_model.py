@@ -16,6 +16,8 @@ from tests.worker.tiny import BLOCK_TOKENS, CPU
 MODEL = Path(__file__).parents[2] / "build" / "model"
 TOKENS = 24
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
