@@ -7,6 +7,7 @@ the tier's queue is full, and brings every result back to the core on the event 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -43,6 +44,16 @@ _OUTCOME[Status.MISMATCH] = copies.MISMATCH
 _OUTCOME[Status.CANCELLED] = copies.CANCELLED
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """An action and its job, made at once: what the headers say must not change while it waits."""
+
+    action: Demote | Promote | Clear
+    job: Job
+    priority: Priority
+    size_bytes: int
+
+
 class Mover:
     """Between the core and the spill tier; lives on the event loop's thread."""
 
@@ -57,10 +68,8 @@ class Mover:
         self._state, self._spill, self._arenas = state, spill, arenas
         state.world.publisher = DramHeaders(state.world, arenas)
         self._loop, self._after = loop, after
-        self._queues: dict[Priority, deque[tuple[Demote | Promote | Clear, int]]] = {
-            priority: deque() for priority in Priority
-        }
-        self._running: dict[int, Demote | Promote | Clear] = {}
+        self._queues: dict[Priority, deque[_Move]] = {priority: deque() for priority in Priority}
+        self._running: set[int] = set()
         self.idle = asyncio.Event()
         self.idle.set()
         self._do: dict[type, Callable[[Any], None]] = {
@@ -89,18 +98,19 @@ class Mover:
 
     def _submit(self, action: Demote | Promote | Clear, priority: Priority, size: int) -> None:
         self.idle.clear()
-        if self._queues[priority] or not self._begin(action, priority, size):
-            self._queues[priority].append((action, size))
+        move = _Move(action, self._job(action, priority), priority, size)
+        if self._queues[priority] or not self._begin(move):
+            self._queues[priority].append(move)
 
-    def _begin(self, action: Demote | Promote | Clear, priority: Priority, size: int) -> bool:
+    def _begin(self, move: _Move) -> bool:
         """Hand a job to the spill tier; False when its queue has no room for it."""
-        if size > self._spill.room_bytes(priority):
+        if move.size_bytes > self._spill.room_bytes(move.priority):
             return False
         try:
-            self._spill.submit(self._job(action, priority), self._done_from_thread(action))
+            self._spill.submit(move.job, self._done_from_thread(move.action))
         except QueueFull:
             return False
-        self._running[action.batch] = action
+        self._running.add(move.action.batch)
         return True
 
     def _job(self, action: Demote | Promote | Clear, priority: Priority) -> Job:
@@ -126,7 +136,7 @@ class Mover:
 
     def _done(self, action: Demote | Promote | Clear, result: JobResult) -> None:
         """A job has ended: tell the core, then begin what waited."""
-        del self._running[action.batch]
+        self._running.discard(action.batch)
         now_s = self._loop.time()
         outcome: NDArray[np.uint8] = _OUTCOME[result.status]
         if isinstance(action, Demote):
@@ -141,8 +151,8 @@ class Mover:
         self._begin_queued()
 
     def _begin_queued(self) -> None:
-        for priority, queue in self._queues.items():
-            while queue and self._begin(queue[0][0], priority, queue[0][1]):
+        for queue in self._queues.values():
+            while queue and self._begin(queue[0]):
                 queue.popleft()
         if not self._running and not any(self._queues.values()):
             self.idle.set()
