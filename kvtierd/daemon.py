@@ -27,8 +27,14 @@ from kvtierd.core.slabs import READY
 from kvtierd.mover import Mover
 from kvtierd.operator import Operator
 from kvtierd.oplog import op_of
-from kvtierd.restore import process_start_time
-from kvtierd.server import Connection, Credentials, Listener, ProcessWatch, open_pidfd
+from kvtierd.server import (
+    Connection,
+    Credentials,
+    Listener,
+    ProcessWatch,
+    open_pidfd,
+    process_start_time,
+)
 from kvtierd.start import Parts, core_limits, kept_fds, tenants_of_uids
 from kvtierd.tiers.holder import KeeperError, open_keeper
 from kvtierd.tiers.records import ClientRecord, SlabEntry

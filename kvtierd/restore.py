@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from kvtierd.core.recover import (
 from kvtierd.core.slabs import CLEARING, Slabs, word
 from kvtierd.core.state import State
 from kvtierd.core.tenant import Pool, Tenant
+from kvtierd.server import process_start_time
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.bodies import BLOCK_KEYED, split
 from kvtierd.tiers.records import SlabEntry
@@ -32,14 +32,6 @@ from kvtierd.tiers.spill_files import SpillFiles
 from kvtierd.tiers.superblock import Kind
 
 log = logging.getLogger(__name__)
-
-
-def process_start_time(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat; None when there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return None
 
 
 class Restore:

@@ -89,16 +89,23 @@ class Desk(Protocol):
         ...
 
 
+def process_start_time(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat; None when there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def credentials(sock: socket.socket) -> Credentials:
     """The peer's pid, uid and start time. Errors: NotOwner when its process cannot be seen."""
     pid, uid, _ = _CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return Credentials(pid, uid, int(fields[19]))
-    except (OSError, IndexError):
+    start_time = process_start_time(pid)
+    if start_time is None:
         raise NotOwner(
             f"the peer's process (pid {pid}) cannot be seen from the daemon's pid namespace"
-        ) from None
+        )
+    return Credentials(pid, uid, start_time)
 
 
 def open_pidfd(sock: socket.socket, pid: int) -> int:

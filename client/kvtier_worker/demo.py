@@ -169,7 +169,9 @@ def find_failures(swap: RunFigures, tiers: TierFigures, outputs_equal: bool) -> 
         f"{moved.hashes_wrong} blocks came back with another hash": moved.hashes_wrong > 0,
         "no block's hash was compared": moved.hashes_checked == 0,
         "the DRAM tier was not used": tiers.dram_peak_bytes == 0,
-        "the NVMe tier was not used": tiers.nvme_peak_bytes == 0 or tiers.spilled_bytes == 0,
+        "less than half of the swapped bytes reached NVMe": 2 * tiers.spilled_bytes
+        < moved.out_bytes
+        or tiers.nvme_peak_bytes == 0,
     }
     return [failure for failure, failed in checks.items() if failed]
 

@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 from kvtier_worker.__main__ import main
 from kvtier_worker.daemon import OwnDaemon, sizes_for
 from kvtier_worker.demo import DemoReport, find_failures
-from kvtier_worker.tiers import TierFigures
 from tests.worker.tiny import write_hugging_face
 
 SESSIONS = 12
@@ -83,7 +82,8 @@ def test_the_demo_fails_on_what_it_must_not_show(report: DemoReport) -> None:
         (changed(swap, recomputed_tokens=1), report.tiers, True),
         (wrong_hash, report.tiers, True),
         (swap, changed(report.tiers, nvme_peak_bytes=0), True),
-        (swap, TierFigures(nvme_peak_bytes=1, spilled_bytes=1), True),
+        (swap, changed(report.tiers, spilled_bytes=1), True),
+        (swap, changed(report.tiers, dram_peak_bytes=0), True),
     ):
         assert len(find_failures(bad, tiers, equal)) == 1
 
