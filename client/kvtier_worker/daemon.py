@@ -1,6 +1,7 @@
 """A kvtierd of the worker's own: started as a process in a directory, stopped when it is done."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -87,7 +88,9 @@ class OwnDaemon:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop it for good: without a runtime directory, what keeps its memory ends as well."""
         self.stop()
+        shutil.rmtree(os.path.dirname(self.socket_path), ignore_errors=True)
 
     def start(self) -> None:
         """Start it and return when it accepts. Errors: DaemonFailed with its log's end."""
