@@ -99,6 +99,6 @@ class Operator:
         reasons += [
             f"tenant {tenant.name}: writing to NVMe fails"
             for tenant in self._world.tenants.values()
-            if self._world.now_s < tenant.spill_retry_s
+            if tenant.spill_fails
         ]
         return reasons

@@ -165,9 +165,10 @@ class Copies:
         table.flags[rows] &= ~np.uint8(F_MOVING)
         pool.moving -= len(rows)
         ok = status == OK
+        pool.tenant.spill_fails = bool((status == IO_ERROR).any())
         if not ok.all():
             self.clear(pool, slots[~ok], FILLING)
-            if (status == IO_ERROR).any():
+            if pool.tenant.spill_fails:
                 world.counters["io_errors"] += int(np.count_nonzero(status == IO_ERROR))
                 pool.tenant.spill_retry_s = world.now_s + 1.0
             self._settle(pool, rows[~ok])

@@ -118,6 +118,7 @@ class Tenant:
         self.calm_bytes = 0  # bytes that may be allocated before watermarks matter, in `calm_epoch`
         self.calm_epoch = -1
         self.spill_retry_s = 0.0  # no demotion before this time, after an I/O error
+        self.spill_fails = False  # the last demotion could not write all its blocks
         self.lost_rows: list[Rows] = []
 
     @property

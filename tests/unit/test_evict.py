@@ -186,9 +186,11 @@ def test_a_failing_disk_loses_nothing_and_the_next_try_works(core: Fixture) -> N
     core.host.finish(0, Status.FULL)
     assert set(core.tiers().values()) == {TIER_DRAM}
     assert core.host.tenant().spill_retry_s > core.host.clock.now_s
+    assert core.host.tenant().spill_fails
     core.host.settle(2)
     core.evict()
     assert set(core.tiers().values()) == {TIER_NVME}
+    assert not core.host.tenant().spill_fails
     assert core.read(0, 6) == values
 
 
