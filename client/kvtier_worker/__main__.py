@@ -50,7 +50,7 @@ def main() -> None:
 @main.command()
 @_model
 @_threads
-@click.option("--sessions", default=12, show_default=True, type=click.IntRange(1, 4096))
+@click.option("--sessions", default=16, show_default=True, type=click.IntRange(1, 4096))
 @click.option("--tokens", default=256, show_default=True, type=click.IntRange(2))
 @click.option(
     "--pressure",
