@@ -1,7 +1,6 @@
 """The running daemon: carries out the core's actions, keeps time, serves, reloads and stops."""
 
 import asyncio
-import collections
 import contextlib
 import logging
 import os
@@ -41,7 +40,6 @@ from kvtierd.tiers.records import ClientRecord, SlabEntry
 
 TICK_S: Final = 0.05
 SAVE_IDLE_S: Final = 30.0
-EVENTS_MAX: Final = 1000
 KEEPER_RETRY_S: Final = 1.0
 
 log = logging.getLogger(__name__)
@@ -60,7 +58,6 @@ class Daemon:
         self._keep_memory = keep_memory
         self.catalog = CatalogWriter(parts.catalog)
         self.unsaved: list[Op] = []
-        self._events: collections.deque[dict[str, object]] = collections.deque(maxlen=EVENTS_MAX)
         self.faults = 0
         self._stopping = False
         self.began_s = time.time()
@@ -396,9 +393,9 @@ class Daemon:
         except CatalogError as error:
             stored(error)
 
-    def _note(self, action: act.Note) -> None:
-        log.warning("%s", action.text)
-        self._events.append({"time_s": time.time(), "kind": action.kind, "text": action.text})
+    @staticmethod
+    def _note(action: act.Note) -> None:
+        log.warning("%s: %s", action.kind, action.text)
 
     @staticmethod
     def _send(action: act.Send) -> None:

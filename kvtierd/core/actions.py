@@ -134,7 +134,7 @@ class SaveHolds(msgspec.Struct):
 
 
 class Note(msgspec.Struct):
-    """Something an operator should find in the log and among the events."""
+    """Something an operator should find in the log; `kind` is what to search for."""
 
     kind: str
     text: str

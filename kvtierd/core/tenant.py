@@ -9,7 +9,6 @@ import math
 from typing import Final
 
 from kvtier_client.wire import Layout
-from kvtierd.core.blocks import Rows
 from kvtierd.core.leases import Group, Lease, Member, Ticket
 from kvtierd.core.slabs import QUARANTINED, WRITING, SlabPool, Slabs
 from kvtierd.core.tree import Session
@@ -119,7 +118,6 @@ class Tenant:
         self.calm_epoch = -1
         self.spill_retry_s = 0.0  # no demotion before this time, after an I/O error
         self.spill_fails = False  # the last demotion could not write all its blocks
-        self.lost_rows: list[Rows] = []
 
     @property
     def nvme_slabs_left(self) -> int:
