@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_client.wire import CACHED, HELD, NO_NODE
-from kvtierd.core.blocks import F_HELD, NONE, Rows, Slots
+from kvtierd.core.blocks import F_HELD, NONE, Rows, Slots, span
 from kvtierd.core.tenant import Pool
 from kvtierd.core.tree import Node
-from kvtierd.core.world import OneBlock, World
+from kvtierd.core.world import NodeBlocks, OneBlock, World
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.bodies import (
     BLOCK_KEYED,
@@ -32,31 +32,29 @@ def body_fields(
     world: World, pool: Pool, rows: Rows, kind: Kind, slots: Slots | int, lease: int
 ) -> BodyFields:
     """What the header bodies of rows say."""
-    table, nodes = world.table, world.node_table
-    checksum, flags = _common(table.checksum[rows]), _common(table.flags[rows] & F_HELD)
-    index = _common(table.node[rows])
-    keyed = index == NONE
+    table, nodes, at = world.table, world.node_table, span(rows)
+    checksum, index = table.checksum[at], _common(table.node[at])
     return BodyFields(
         kind=int(kind),
         slot=slots,
-        owner0=_common(table.owner0[rows]),
-        owner1=_common(table.owner1[rows]),
-        node=_either(keyed, NO_NODE, nodes.node[index]),
-        page=table.page[rows],
-        valid_tokens=table.valid[rows],
+        owner0=table.owner0[at],
+        owner1=table.owner1[at],
+        node=_plain(nodes.node[index]),
+        page=table.page[at],
+        valid_tokens=table.valid[at],
         length_bytes=pool.layout.block_bytes,
         payload_sum=checksum,
-        seq=table.seq[rows],
+        seq=table.seq[at],
         layout0=pool.layout0,
         layout1=pool.layout1,
         lease=lease,
-        parent=_either(keyed, NO_NODE, nodes.parent[index]),
-        fork_tokens=_either(keyed, 0, nodes.fork_tokens[index]),
+        parent=_plain(nodes.parent[index]),
+        fork_tokens=_plain(nodes.fork_tokens[index]),
         tenant=pool.tenant.number,
-        block_kind=_either(keyed, BLOCK_KEYED, BLOCK_SESSION),
-        retention=_either(flags != 0, HELD, CACHED),
-        checksum_kind=_either(checksum != 0, CHECKSUM_XXH3, CHECKSUM_NONE),
-        priority=_common(table.priority[rows]),
+        block_kind=_either(index == NONE, BLOCK_KEYED, BLOCK_SESSION),
+        retention=np.where(table.flags[at] & F_HELD, HELD, CACHED),
+        checksum_kind=np.where(checksum, CHECKSUM_XXH3, CHECKSUM_NONE),
+        priority=table.priority[at],
         created_s=int(time.time()),
         generation=world.generation,
     )
@@ -68,27 +66,31 @@ def _common(column: NDArray[Any]) -> Any:
     return first if (column == first).all() else column
 
 
-def _either(test: Any, yes: int, no: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """A numpy scalar as an int, an array as it is."""
+    return value if isinstance(value, np.ndarray) else int(value)
+
+
+def _either(test: Any, yes: int, no: int) -> Any:
     """`np.where`, and an int where the test is one value for all rows."""
     if isinstance(test, bool):
-        return yes if test else int(no)
+        return yes if test else no
     return np.where(test, yes, no)
 
 
-def body_template(generation: int, block: OneBlock) -> BodyTemplate:
+def body_template(world: World, pool: Pool, node: Node, kept: bool, checksum: int) -> BodyTemplate:
     """What the DRAM bodies of one node's blocks have in common."""
-    pool, node = block.pool, block.node
     session, parent = node.session, node.parent
     return BodyTemplate(
         BodyFields(
             kind=int(Kind.ARENA), slot=0, owner0=session.owner0, owner1=session.owner1,
             node=node.id, page=0, valid_tokens=0, length_bytes=pool.layout.block_bytes,
-            payload_sum=block.checksum, seq=0, layout0=pool.layout0, layout1=pool.layout1,
+            payload_sum=checksum, seq=0, layout0=pool.layout0, layout1=pool.layout1,
             lease=0, parent=NO_NODE if parent is None else parent.id,
             fork_tokens=node.fork_tokens, tenant=pool.tenant.number, block_kind=BLOCK_SESSION,
-            retention=HELD if block.kept else CACHED,
-            checksum_kind=CHECKSUM_XXH3 if block.checksum else CHECKSUM_NONE,
-            priority=session.priority, created_s=int(time.time()), generation=generation,
+            retention=HELD if kept else CACHED,
+            checksum_kind=CHECKSUM_XXH3 if checksum else CHECKSUM_NONE,
+            priority=session.priority, created_s=int(time.time()), generation=world.generation,
         )
     )  # fmt: skip
 
@@ -99,24 +101,37 @@ class DramHeaders:
     def __init__(self, world: World, arenas: dict[str, Arena]) -> None:
         self._world, self._arenas = world, arenas
         self._second = 0
-        self._templates: dict[tuple[Node, int, bool, int, int], BodyTemplate] = {}  # its own
+        self._templates: dict[tuple[Node, int, bool, int, int], BodyTemplate] = {}
 
     def publish(self, pool: Pool, rows: Rows, slots: Slots, lease: int) -> None:
         """Write the bodies of blocks that are about to become READY."""
         fields = body_fields(self._world, pool, rows, Kind.ARENA, slots, lease)
         self._arenas[pool.tenant.name].headers.write_bodies(slots, compose(len(rows), fields))
 
+    def publish_node(self, blocks: NodeBlocks) -> None:
+        """The same for blocks of one node."""
+        template = self._template(blocks.pool, blocks.node, blocks.kept, 0)
+        bodies = template.seal_many(
+            blocks.slots, blocks.pages, blocks.valid, blocks.seqs, blocks.lease
+        )
+        self._arenas[blocks.pool.tenant.name].headers.write_bodies(blocks.slots, bodies)
+
     def publish_one(self, block: OneBlock) -> None:
-        """The same for one block: only five words of a body differ within a node and a second."""
+        """The same for one block."""
+        template = self._template(block.pool, block.node, block.kept, block.checksum)
+        body = template.seal(block.slot, block.page, block.valid, block.seq, block.lease)
+        self._arenas[block.pool.tenant.name].headers.write_body(block.slot, body)
+
+    def _template(self, pool: Pool, node: Node, kept: bool, checksum: int) -> BodyTemplate:
+        """Only five words of a body differ within a node and a second."""
         second = int(time.monotonic())
         if second != self._second:
             self._second = second
             self._templates.clear()
-        node = block.node  # the object itself: another node may have its index in the same second
-        what = (node, block.pool.number, block.kept, block.checksum, node.session.priority)
+        # the node object itself: another node may have its index in the same second
+        what = (node, pool.number, kept, checksum, node.session.priority)
         template = self._templates.get(what)
         if template is None:
-            template = body_template(self._world.generation, block)
+            template = body_template(self._world, pool, node, kept, checksum)
             self._templates[what] = template
-        body = template.seal(block.slot, block.page, block.valid, block.seq, block.lease)
-        self._arenas[block.pool.tenant.name].headers.write_body(block.slot, body)
+        return template

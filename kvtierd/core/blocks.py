@@ -1,15 +1,19 @@
 """The BlockTable: one row per block, as numpy columns."""
 
 import struct
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvtier_client.wire import NO_NODE
 
 Rows = NDArray[np.int64]
 """Row numbers of the BlockTable."""
 Slots = NDArray[np.int64]
 """Slot numbers of one tier."""
+Places = slice | NDArray[np.int64]
+"""Rows or slots as an index: a slice where they are neighbours."""
 
 NONE: Final = -1
 
@@ -46,6 +50,22 @@ assert _PACKED.size == _ROW.itemsize
 _USE: Final = struct.Struct("<16xQ8xq20xIIH2xB")  # the columns that `Use` has
 _TOUCH_READERS: Final = struct.Struct("<IH")
 _TOUCH_AT: Final = struct.calcsize("<QQQQqqIiII")  # behind the columns before it
+
+
+def rising(values: NDArray[Any]) -> bool:
+    """Whether each value is larger than the one before it."""
+    above = int(np.count_nonzero(values[1:] > values[:-1]))  # cheaper than `all`
+    return above == len(values) - 1
+
+
+def span(places: NDArray[np.int64]) -> Places:
+    """The same places as a slice, if they are neighbours in rising order: it is far cheaper."""
+    n = len(places)
+    if n > 1:
+        first = places.item(0)
+        if places.item(n - 1) - first == n - 1 and rising(places):
+            return slice(first, first + n)
+    return places
 
 
 class Use(NamedTuple):
@@ -91,6 +111,7 @@ class BlockTable:
 
     def _use(self, records: NDArray[np.void]) -> None:
         self._records = records
+        self._words = records.view(np.uint64).reshape(-1, _ROW.itemsize // 8)
         self._bytes = records.view(np.uint8).data
         for name in _ROW.names or ():
             setattr(self, name, records[name])
@@ -98,6 +119,12 @@ class BlockTable:
     def fill_one(self, row: int, *values: int) -> None:
         """Set all columns of one row, in the order of `_ROW`; the short path of one commit."""
         _PACKED.pack_into(self._bytes, row * _PACKED.size, *values)
+
+    def fill(self, rows: Places, common: tuple[int, ...], **columns: NDArray[Any]) -> None:
+        """Set all columns of rows: to `common`, in the order of `_ROW`, but those of `columns`."""
+        self._words[rows] = np.frombuffer(_PACKED.pack(*common), np.uint64)
+        for name, values in columns.items():
+            getattr(self, name)[rows] = values
 
     def use_of(self, row: int) -> Use:
         """Some columns of one row; the short path of one read."""
@@ -152,25 +179,42 @@ class BlockTable:
 
 
 class NodeTable:
-    """What a block's header says of its node, as columns; rows of the BlockTable refer to it."""
+    """What a block's header says of its node, as columns; rows of the BlockTable refer to it.
+
+    The last place of each column, which the index NONE finds, is what keyed blocks say.
+    """
+
+    node: NDArray[np.uint32]
+    origin: NDArray[np.uint64]  # parent | fork_tokens << 32
+    parent: NDArray[np.uint32]
+    fork_tokens: NDArray[np.uint32]
+    tokens: NDArray[np.uint32]  # of the branch up to the node's last block
 
     def __init__(self) -> None:
-        self.node = np.zeros(64, np.uint32)
-        self.parent = np.zeros(64, np.uint32)
-        self.fork_tokens = np.zeros(64, np.uint32)
-        self.tokens = np.zeros(64, np.uint32)  # of the branch up to the node's last block
-        self.tokens_view = self.tokens.data
+        self._use(np.empty(0, np.uint32), np.empty(0, np.uint64), np.empty(0, np.uint32), 64)
         self._free = list(range(63, -1, -1))
+
+    def _use(
+        self,
+        node: NDArray[np.uint32],
+        origin: NDArray[np.uint64],
+        tokens: NDArray[np.uint32],
+        size: int,
+    ) -> None:
+        """Make columns of `size` places that begin with these values."""
+        old = len(node)
+        self.node = np.full(size + 1, NO_NODE, np.uint32)
+        self.origin = np.full(size + 1, NO_NODE, np.uint64)
+        self.tokens = np.zeros(size + 1, np.uint32)
+        self.node[:old], self.origin[:old], self.tokens[:old] = node, origin, tokens
+        self.parent, self.fork_tokens = self.origin.view(np.uint32).reshape(-1, 2).T
+        self.tokens_view = self.tokens.data
 
     def add(self, node: int, parent: int, fork_tokens: int) -> int:
         """Store a node and return its index."""
         if not self._free:
-            size = len(self.node)
-            for name in ("node", "parent", "fork_tokens", "tokens"):
-                setattr(
-                    self, name, np.concatenate([getattr(self, name), np.zeros(size, np.uint32)])
-                )
-            self.tokens_view = self.tokens.data
+            size = len(self.node) - 1
+            self._use(self.node[:-1], self.origin[:-1], self.tokens[:-1], 2 * size)
             self._free = list(range(2 * size - 1, size - 1, -1))
         index = self._free.pop()
         self.node[index], self.parent[index] = node, parent

@@ -1,5 +1,7 @@
 """commit: what was written becomes visible, under its names. Nothing else makes a block."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,17 +17,18 @@ from kvtier_client.wire import (
     Commit,
     Done,
 )  # fmt: skip
-from kvtierd.core.blocks import F_HELD, F_LOST, NONE, Rows, Slots
+from kvtierd.core.blocks import F_HELD, F_LOST, NONE, Places, Rows, Slots, rising, span
 from kvtierd.core.copies import Copies
 from kvtierd.core.leases import (
     Kind,
     Lease,
     Peer,
+    unpack_places,
     unpack_u32,
 )  # fmt: skip
 from kvtierd.core.slabs import NO_SLOT, READY, WRITING, ready_words, word
 from kvtierd.core.tree import PAGE_GAP_MAX, Node, Run, Session
-from kvtierd.core.world import OneBlock, World
+from kvtierd.core.world import NodeBlocks, OneBlock, World
 from kvtierd.core.writes import Writes
 
 _NO_ROWS: Rows = np.empty(0, np.int64)
@@ -39,10 +42,7 @@ def check_repeated(stored: NDArray[np.bool_], repeated: NDArray[np.bool_]) -> No
 
 def distinct(values: NDArray[np.int64]) -> bool:
     """Whether no value comes twice; those of a commit nearly always rise."""
-    if (values[1:] > values[:-1]).all():
-        return True
-    ordered = np.sort(values)
-    return bool((ordered[1:] > ordered[:-1]).all())
+    return rising(values) or rising(np.sort(values))
 
 
 class Commits:
@@ -57,6 +57,8 @@ class Commits:
         if len(req.pages) == 4 and node is not None and self._commit_one(peer, req, node):
             return Done(req.id, self.world.boot, peer.acked, 1)
         pages, valid = unpack_u32(req.pages), unpack_u32(req.valid)
+        if not len(req.index) == len(req.pages) == len(req.valid) != 0:
+            raise InvalidArgument("index, pages and valid must have the same length, at least 1")
         if node is None:
             raise UnknownBranch(f"session {session.sid:016x} has no node {req.node}")
         if req.retention not in (HELD, CACHED):
@@ -65,21 +67,48 @@ class Commits:
         if lease is None or lease.kind is not Kind.WRITE or lease.expired:
             return self._repeated(peer, req, node, pages, valid)
         run = self._run(lease, node)
-        slots, index = self.take(lease, req.index, pages, valid)
+        if not rising(pages):
+            raise InvalidArgument("a commit names its pages in rising order")
+        slots, index = self.take(lease, req.index, valid)
         checksums = self.checksums(req.checksums, len(pages))
-        if int(pages[0]) < run.start or int(pages[-1]) >= run.start + run.length + PAGE_GAP_MAX:
+        first, last, kept = pages.item(0), pages.item(-1), req.retention == HELD
+        if first < run.start or last >= run.start + run.length + PAGE_GAP_MAX:
             raise InvalidArgument(
-                f"pages {pages[0]}..{pages[-1]} are outside what node {node.id} can have "
+                f"pages {first}..{last} are outside what node {node.id} can have "
                 f"(from {run.start}, at most {PAGE_GAP_MAX} past its last)"
             )
+        if first >= run.start + run.length and not np.count_nonzero(slots < 0):
+            run.reach(last + 1)
+            rows = self.publish(lease, slots, index, pages, valid, checksums, node, kept)
+            run.data[span(pages - run.start)] = rows
+        else:
+            index = unpack_u32(req.index)
+            self._merge(lease, slots, index, pages, valid, checksums, node, run, kept)
+        self._note_length(node, last * lease.pool.layout.block_tokens + valid.item(-1))
+        if not lease.left:
+            self.writes.end_if_done(lease)
+        return Done(req.id, self.world.boot, peer.acked, len(pages))
+
+    def _merge(
+        self,
+        lease: Lease,
+        slots: Slots,
+        index: NDArray[np.int64],
+        pages: NDArray[np.int64],
+        valid: NDArray[np.int64],
+        checksums: NDArray[np.uint64],
+        node: Node,
+        run: Run,
+        asked: bool,
+    ) -> None:
+        """Publish those slots whose pages are not stored as well already."""
         repeated = slots < 0
         if repeated.any():
             # A CACHED block may have been dropped since it was committed.
-            stored = self._stored(run, pages, valid) | (req.retention == CACHED)
+            stored = self._stored(run, pages, valid) | (not asked)
             check_repeated(stored, repeated)
         run.reach(int(pages[-1]) + 1)
         named = run.rows[pages - run.start]
-        asked = req.retention == HELD
         new = self._fresh(named, valid, repeated, asked)
         kept = self._held(named) | asked
         self._free_duplicates(lease, slots[~new & ~repeated], index)
@@ -91,10 +120,6 @@ class Commits:
             run.rows[pages[new] - run.start] = rows
             old = named[new]
             self.copies.drop(old[old != NONE])
-        self._note_length(node, int(pages[-1]) * lease.pool.layout.block_tokens + int(valid[-1]))
-        if not lease.left:
-            self.writes.end_if_done(lease)
-        return Done(req.id, self.world.boot, peer.acked, len(pages))
 
     def _run(self, lease: Lease, node: Node) -> Run:
         """The node's run in the part that a lease is for."""
@@ -176,31 +201,19 @@ class Commits:
         world.counters["committed_bytes"] += pool.layout.block_bytes
         return row
 
-    def take(
-        self, lease: Lease, packed: bytes, pages: NDArray[np.int64], valid: NDArray[np.int64]
-    ) -> tuple[Slots, NDArray[np.int64]]:
+    def take(self, lease: Lease, packed: bytes, valid: NDArray[np.int64]) -> tuple[Slots, Places]:
         """Check what a commit names; returns slots (NONE: committed before) and their places."""
-        index = unpack_u32(packed)
-        n = len(index)
-        if not n or len(pages) != n or len(valid) != n:
-            raise InvalidArgument("index, pages and valid must have the same length, at least 1")
-        tokens = lease.pool.layout.block_tokens
-        if n == 1:
-            bad = not (0 < valid[0] <= tokens and index[0] < len(lease.slots))
+        index = unpack_places(packed)
+        total, tokens = len(lease.slots), lease.pool.layout.block_tokens
+        if isinstance(index, slice):
+            good = index.stop <= total
         else:
-            bad = bool(
-                valid.min() < 1
-                or valid.max() > tokens
-                or index.max() >= len(lease.slots)
-                or not (pages[1:] > pages[:-1]).all()
-                or not distinct(index)
-            )
-        if bad:
+            good = len(index) > 0 and index.max() < total and distinct(index)
+        if not good or np.count_nonzero((valid > 0) & (valid <= tokens)) < len(packed) // 4:
             raise InvalidArgument(
-                "a commit names distinct slots of its lease, pages in rising order and "
-                f"1..{tokens} valid tokens"
+                f"a commit names distinct slots of its lease, and 1..{tokens} valid tokens of each"
             )
-        return lease.slots[index], index
+        return lease.slots[index].copy(), index
 
     def _stored(
         self, run: Run, pages: NDArray[np.int64], valid: NDArray[np.int64]
@@ -236,41 +249,51 @@ class Commits:
         self,
         lease: Lease,
         slots: Slots,
-        index: NDArray[np.int64],
+        index: Places,
         pages: NDArray[np.int64],
         valid: NDArray[np.int64],
         checksums: NDArray[np.uint64],
         node: Node | None,
-        kept: NDArray[np.bool_],
+        kept: NDArray[np.bool_] | bool,
         keys: NDArray[np.uint64] | None = None,
     ) -> Rows:
         """Make rows for slots of a lease and publish them as READY, for a node or under keys."""
         world, pool, n = self.world, lease.pool, len(slots)
-        rows = world.add_rows(n)
-        table = world.table
-        seqs = world.take_seqs(n)
+        rows, seqs = world.add_rows(n), world.take_seqs(n)
+        columns: dict[str, NDArray[Any]] = {
+            "seq": seqs, "dram": slots, "page": pages, "valid": valid,
+        }  # fmt: skip
+        if world.limits.end_to_end:
+            columns["checksum"] = checksums
+        if not isinstance(kept, bool):
+            columns["flags"] = np.where(kept, F_HELD, 0)
+        owner0 = owner1 = priority = 0
         if node is not None:
-            table.owner0[rows], table.owner1[rows] = node.session.owner0, node.session.owner1
+            owner0, owner1 = node.session.owner0, node.session.owner1
+            priority = node.session.priority
         elif keys is not None:
-            table.owner0[rows], table.owner1[rows] = keys[:, 0], keys[:, 1]
-        table.checksum[rows] = checksums
-        table.seq[rows] = seqs
-        table.dram[rows] = slots
-        table.nvme[rows] = NONE
-        table.pool[rows] = pool.number
-        table.node[rows] = NONE if node is None else node.index
-        table.page[rows] = pages
-        table.valid[rows] = valid
-        table.touch[rows] = world.touch
-        table.readers[rows] = 0
-        table.pins[rows] = 0
-        table.flags[rows] = np.where(kept, F_HELD, 0)
-        table.priority[rows] = 0 if node is None else node.session.priority
-        world.publisher.publish(pool, rows, slots, lease.id)
-        arena = pool.tenant.arena
-        arena.row_of[slots] = rows + 1
-        arena.set_state(pool.dram, slots, WRITING, ready_words(seqs))
-        pool.held += int(np.count_nonzero(kept))
+            columns["owner0"], columns["owner1"] = keys[:, 0], keys[:, 1]
+        at = span(rows)
+        world.table.fill(
+            at,
+            (
+                owner0, owner1, 0, 0, NONE, NONE, pool.number,
+                NONE if node is None else node.index, 0, 0, world.touch, 0, 0,
+                F_HELD if kept is True else 0, priority,
+            ),
+            **columns,
+        )  # fmt: skip
+        if node is not None and isinstance(kept, bool) and not world.limits.end_to_end:
+            world.publisher.publish_node(
+                NodeBlocks(pool, node, slots, pages, valid, seqs, kept, lease.id)
+            )
+        else:
+            world.publisher.publish(pool, rows, slots, lease.id)
+        arena, into = pool.tenant.arena, span(slots)
+        arena.row_of[into] = rows + 1
+        arena.set_state(pool.dram, into, WRITING, ready_words(seqs))
+        held = n * kept if isinstance(kept, bool) else int(np.count_nonzero(kept))
+        pool.held += held
         lease.slots[index] = NONE
         lease.left -= n
         world.counters["committed_blocks"] += n

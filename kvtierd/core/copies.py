@@ -20,6 +20,7 @@ from kvtierd.core.blocks import (
     NONE,
     Rows,
     Slots,
+    span,
 )  # fmt: skip
 from kvtierd.core.slabs import (
     CLEARING,
@@ -116,9 +117,9 @@ class Copies:
     def unread(self, pool: Pool, rows: Rows) -> None:
         """Readers of rows went away: free those that were doomed or lost meanwhile."""
         table = self.world.table
-        flags = table.flags[rows]
-        if not (flags & (F_DOOMED | F_LOST)).any():
+        if not np.count_nonzero(table.flags[span(rows)] & (F_DOOMED | F_LOST)):
             return
+        flags = table.flags[rows]
         idle = ((flags & _INFLIGHT) == 0) & (table.readers[rows] == 0)
         doomed = (flags & F_DOOMED) != 0
         gone, lost = rows[idle & doomed], rows[idle & ~doomed & ((flags & F_LOST) != 0)]

@@ -170,7 +170,8 @@ class Evictor:
         kept = ((table.flags[rows] & F_HELD) != 0) | (table.pins[rows] > 0)
         in_nvme = table.nvme[rows] != NONE
         group = np.where(in_nvme, _CACHED_CLEAN, _CACHED)
-        group[kept] = np.where(in_nvme[kept], _HELD_CLEAN, _HELD + table.priority[rows[kept]])
+        priority = table.priority[rows[kept]].astype(np.int64)
+        group[kept] = np.where(in_nvme[kept], _HELD_CLEAN, _HELD + priority)
         tokens = self.world.node_table.tokens[np.maximum(table.node[rows], 0)]
         length = np.where(kept & ~in_nvme, np.log2(tokens + 1.0).astype(np.int64), 0)
         tail = 0xFFFF - np.minimum(table.page[rows], 0xFFFF).astype(np.uint64)

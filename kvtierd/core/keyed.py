@@ -85,20 +85,22 @@ class Keyed:
             raise LeaseExpired(
                 f"lease {req.lease:#x} ran out before its commit; nothing of it was published"
             )
-        if len(keys) != len(pages):
-            raise InvalidArgument("keys and pages must have the same length")
+        if not len(req.keys) == 4 * len(req.index) == 4 * len(req.pages) == 4 * len(req.valid) != 0:
+            raise InvalidArgument(
+                "keys, index, pages and valid must have the same length, at least 1"
+            )
         world, pool = self.world, lease.pool
-        slots, index = self.commits.take(lease, req.index, np.arange(len(pages)), valid)
+        slots, index = self.commits.take(lease, req.index, valid)
         checksums = self.commits.checksums(req.checksums, len(pages))
         repeated = slots < 0
         if repeated.any():
             new = ~repeated
-            slots, index, pages, valid = slots[new], index[new], pages[new], valid[new]
+            index = unpack_u32(req.index)[new]
+            slots, pages, valid = slots[new], pages[new], valid[new]
             keys, checksums = keys[new], checksums[new]
             if not len(slots):
                 return done
-        kept = np.zeros(len(slots), np.bool_)
-        rows = self.commits.publish(lease, slots, index, pages, valid, checksums, None, kept, keys)
+        rows = self.commits.publish(lease, slots, index, pages, valid, checksums, None, False, keys)
         twice = world.keys.insert(rows.astype(np.int32)).astype(np.int64)
         if len(twice):
             twice = self._replace_lost(pool, twice)
@@ -246,7 +248,7 @@ def split_keys(packed: bytes) -> NDArray[np.uint64]:
 
 def leading(mask: NDArray[np.bool_]) -> int:
     """How many of the mask's first elements are true."""
-    return len(mask) if mask.all() else int(mask.argmin())
+    return len(mask) if np.count_nonzero(mask) == len(mask) else int(mask.argmin())
 
 
 def check_distinct(packed: bytes) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvtier_client.errors import InvalidArgument
 from kvtier_client.wire import Prefetch, Request, Reserve, ReserveKeys
-from kvtierd.core.blocks import Rows, Slots
+from kvtierd.core.blocks import Places, Rows, Slots
 
 if TYPE_CHECKING:
     from kvtierd.core.tenant import Pool, Tenant
@@ -182,6 +182,14 @@ def unpack_u32(packed: bytes) -> NDArray[np.int64]:
     if len(packed) % 4:
         raise InvalidArgument(f"u32 values have 4 bytes each; {len(packed)} bytes do not fit")
     return np.frombuffer(packed, "<u4").astype(np.int64)
+
+
+def unpack_places(packed: bytes) -> Places:
+    """Packed u32 values as an index: a slice where they count up by one. Errors: as above."""
+    n, first = len(packed) // 4, int.from_bytes(packed[:4], "little")
+    if n and packed == np.arange(first, first + n, dtype="<u4").tobytes():
+        return slice(first, first + n)
+    return unpack_u32(packed)
 
 
 def pack_u32(values: NDArray[np.generic]) -> bytes:

@@ -29,7 +29,7 @@ from kvtier_client.wire import (
     Release,
 )  # fmt: skip
 from kvtierd.core.actions import Send
-from kvtierd.core.blocks import F_FILLING, F_LOST, NONE, Rows
+from kvtierd.core.blocks import F_FILLING, F_LOST, NONE, Rows, span
 from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
 from kvtierd.core.keyed import Keyed, check_distinct, leading
@@ -41,8 +41,8 @@ from kvtierd.core.tree import Session, resolve
 from kvtierd.core.world import World
 from kvtierd.core.writes import Writes
 
-_READERS_MASK = np.uint64(0xFF00)
 _OWNER_MASK = np.uint64(0xFFFF0000)
+_NO_OWNER = np.uint64(NO_OWNER << 16)
 
 
 class Reads:
@@ -128,13 +128,10 @@ class Reads:
 
     def _stored(self, rows: Rows, first: int) -> Rows:
         """Cut rows before the first page that is not stored or is lost."""
-        if len(rows) == 1:
-            row = int(rows[0])
-            good = 1 if row != NONE and not self.world.table.flags[row] & F_LOST else 0
-        else:
-            good = leading((rows != NONE) & ((self.world.table.flags[rows] & F_LOST) == 0))
-        if good:
-            return rows[:good]
+        good = (rows != NONE) & ((self.world.table.flags[span(rows)] & F_LOST) == 0)
+        stored = leading(good)
+        if stored:
+            return rows[:stored]
         if int(rows[0]) == NONE:
             raise InvalidArgument(f"page {first} of this branch is not stored")
         lost = (rows != NONE) & ((self.world.table.flags[rows] & F_LOST) != 0)
@@ -149,19 +146,21 @@ class Reads:
         Sets `loading` and counts its readers once slots for a leading window were found.
         """
         table, pool, rows = self.world.table, ticket.pool, ticket.rows
-        dram, flags = table.dram[rows], table.flags[rows]
-        absent = dram == NONE
-        if absent.any():
+        at = span(rows)
+        absent = table.dram[at] == NONE
+        if np.count_nonzero(absent):
             window = self._find_slots(ticket, absent)
             if not window:
                 return False
-            rows, flags = rows[:window], table.flags[rows[:window]]
-            ticket.rows = rows
+            ticket.rows = rows = rows[:window]
+            at = span(rows)
         ticket.loading = True
-        ticket.seqs = table.seq[rows]
         if not ticket.prefetch:
             self._read(ticket.peer.member.index, pool, rows)
-        return not (flags & F_FILLING).any()
+        if not np.count_nonzero(table.flags[at] & F_FILLING):
+            return True
+        ticket.seqs = table.seq[rows]
+        return False
 
     def _find_slots(self, ticket: Ticket, absent: NDArray[np.bool_]) -> int:
         """Start to fetch absent rows; returns how long the window is for which there are slots."""
@@ -192,17 +191,20 @@ class Reads:
 
     def _read(self, owner: int, pool: Pool, rows: Rows) -> None:
         """Count a reader on rows, in the table and in the words of their slots."""
-        table, words = self.world.table, pool.tenant.arena.words
-        table.readers[rows] += 1
-        table.touch[rows] = self.world.touch
-        slots = table.dram[rows]
-        readers = np.minimum(table.readers[rows], READERS_MAX).astype(np.uint64)
+        table, words, at = self.world.table, pool.tenant.arena.words, span(rows)
+        readers = table.readers[at] + np.uint16(1)
+        table.readers[at] = readers
+        table.touch[at] = self.world.touch
+        slots = span(table.dram[at])
         old = words[slots]
+        first = readers == 1
+        if np.count_nonzero(first) == len(rows):
+            words[slots] = (old & ~READER_BITS) | np.uint64(1 << 8 | owner << 16)
+            return
         mine = np.uint64(owner << 16)
-        owners = np.where(
-            (readers == 1) | ((old & _OWNER_MASK) == mine), mine, np.uint64(NO_OWNER << 16)
-        )
-        words[slots] = (old & ~READER_BITS) | (readers << np.uint64(8)) | owners
+        owners = np.where(first | ((old & _OWNER_MASK) == mine), mine, _NO_OWNER)
+        count = np.minimum(readers, READERS_MAX).astype(np.uint64)
+        words[slots] = (old & ~READER_BITS) | (count << np.uint64(8)) | owners
 
     def add_readers(self, lease: Lease, owner: int) -> None:
         """Count the readers of a lease that was rebuilt after a restart."""
@@ -210,15 +212,17 @@ class Reads:
 
     def _unread(self, pool: Pool, rows: Rows) -> None:
         """Undo one `_read` and free what was doomed meanwhile."""
-        table, words = self.world.table, pool.tenant.arena.words
-        table.readers[rows] -= 1
-        slots = table.dram[rows]
-        readers = np.minimum(table.readers[rows], READERS_MAX).astype(np.uint64)
-        old = words[slots] & ~_READERS_MASK
-        none = np.uint64(NO_OWNER << 16)
-        words[slots] = np.where(
-            readers == 0, (old & ~_OWNER_MASK) | none, old | (readers << np.uint64(8))
-        )
+        table, words, at = self.world.table, pool.tenant.arena.words, span(rows)
+        readers = table.readers[at] - np.uint16(1)
+        table.readers[at] = readers
+        slots = span(table.dram[at])
+        old = words[slots]
+        if np.count_nonzero(readers) == 0:
+            words[slots] = (old & ~READER_BITS) | _NO_OWNER
+        else:
+            count = np.minimum(readers, READERS_MAX).astype(np.uint64)
+            owners = np.where(readers == 0, _NO_OWNER, old & _OWNER_MASK)
+            words[slots] = (old & ~READER_BITS) | (count << np.uint64(8)) | owners
         self.copies.unread(pool, rows)
 
     def grant(self, ticket: Ticket) -> Granted:
@@ -226,13 +230,13 @@ class Reads:
         world, table, pool, rows = self.world, self.world.table, ticket.pool, ticket.rows
         req = ticket.request
         assert isinstance(req, Acquire | AcquireKeys)
-        slots = table.dram[rows]
-        valid = table.valid[rows]
+        at = span(rows)
+        slots, valid = table.dram[at].copy(), table.valid[at].copy()
         for page, tokens in ticket.divided.items():
             place = page - getattr(req, "first", 0)
             if place < len(valid):
                 valid[place] = min(int(valid[place]), tokens)
-        checksums = pack_u64(table.checksum[rows]) if world.limits.end_to_end else b""
+        checksums = pack_u64(table.checksum[at]) if world.limits.end_to_end else b""
         lease = Lease(
             ticket.peer.member.index << 32 | req.lease, ticket.peer.group, pool, Kind.READ,
             world.now_s + world.ttl_s(req.ttl_s), slots, rows,

@@ -10,13 +10,14 @@ is cut into its slots. Slot number = slab * max_slots + place. The word of a slo
 about its state; counters follow it and `recount` checks them.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtierd.core.blocks import Slots
+from kvtierd.core.blocks import Places, Slots, span
 
 FREE: Final = 0
 WRITING: Final = 1
@@ -32,6 +33,8 @@ READERS_MAX: Final = 255
 READER_BITS: Final = np.uint64(0xFFFFFF00)
 """The bits of a word that say who reads the slot: count and owner."""
 _STATE_MASK: Final = np.uint64(0xFF)
+GAP_SLABS: Final = 8
+"""Slabs that are searched for neighbours before slots are taken wherever they are free."""
 
 
 def word(state: int, owner: int = NO_OWNER, tag: int = 0, readers: int = 0) -> int:
@@ -127,28 +130,56 @@ class Slabs:
         return pool.counts[FREE] - hidden + self.spare_slabs(pool) * pool.slots_per_slab
 
     def alloc(self, pool: SlabPool, n: int, state: int, owner: int, tag: int) -> Slots | None:
-        """Take `n` slots, lowest places first; None, and nothing taken, when there are not so many.
+        """Take `n` slots; None, and nothing taken, when there are not so many.
 
-        Slots that lie beside each other come beside each other, so that copies coalesce.
+        Neighbours where there are any, so that copies and I/O coalesce; else the lowest places.
         """
         if n > self.available(pool):
             return None
         value = np.uint64(word(state, owner, tag))
+        first = self._neighbours(pool, n)
+        if first != NO_SLOT:
+            slots = np.arange(first, first + n)
+            self.words[first : first + n] = value
+            pool.next_slot = first + n
+            self._took(pool, first // self.max_slots, n)
+        else:
+            slots = self._lowest(pool, n)
+            self.words[slots] = value
+        pool.counts[FREE] -= n
+        pool.counts[state] += n
+        return slots
+
+    def _neighbours(self, pool: SlabPool, n: int) -> int:
+        """The first of `n` free slots beside each other; NO_SLOT when none were found."""
+        first, slab = pool.next_slot, pool.next_slot // self.max_slots
+        end = slab * self.max_slots + pool.slots_per_slab
+        inside = slab in pool.open and slab not in pool.draining and first + n <= end
+        if inside and not np.count_nonzero(self.words[first : first + n]):
+            return first
+        roomy = (s for s, free in pool.free.items() if free >= n and s not in pool.draining)
+        for slab in itertools.islice(roomy, GAP_SLABS):
+            base = slab * self.max_slots
+            used = np.flatnonzero(self.words[base : base + pool.slots_per_slab])
+            edges = np.concatenate(([-1], used, [pool.slots_per_slab]))
+            gaps = np.flatnonzero(edges[1:] - edges[:-1] > n)
+            if len(gaps):
+                return base + int(edges[gaps[0]]) + 1
+        return NO_SLOT
+
+    def _lowest(self, pool: SlabPool, n: int) -> Slots:
+        """The lowest free slots of the pool's slabs, and of more slabs if need be."""
         parts: list[Slots] = []
-        need = n
-        while need:
+        while n:
             slab = next((s for s in pool.open if s not in pool.draining), None)
             if slab is None:
                 slab = self._assign(pool)
             base = slab * self.max_slots
-            view = self.words[base : base + pool.slots_per_slab]
-            places = np.flatnonzero(view == 0)[:need]
-            view[places] = value
+            words = self.words[base : base + pool.slots_per_slab]
+            places = np.flatnonzero(words == 0)[:n]
             parts.append(places + base)
-            need -= len(places)
+            n -= len(places)
             self._took(pool, slab, len(places))
-        pool.counts[FREE] -= n
-        pool.counts[state] += n
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def alloc_one(self, pool: SlabPool, value: int) -> int:
@@ -211,22 +242,24 @@ class Slabs:
         self.free_slabs.append(slab)
         self._on_assign(slab, None)
 
-    def set_state(self, pool: SlabPool, slots: Slots, old: int, values: NDArray[np.uint64]) -> None:
+    def set_state(
+        self, pool: SlabPool, slots: Places, old: int, values: NDArray[np.uint64]
+    ) -> None:
         """Give slots of one pool, all in state `old`, new words of one new state."""
         self.words[slots] = values
-        new = int(values[0] & _STATE_MASK)
-        pool.counts[old] -= len(slots)
-        pool.counts[new] += len(slots)
+        new = values.item(0) & 0xFF
+        pool.counts[old] -= len(values)
+        pool.counts[new] += len(values)
 
     def free(self, pool: SlabPool, slots: Slots, old: int) -> None:
         """Give slots of one pool, all in state `old`, back. A slab left empty stays with its pool
         until another one needs it."""
         n = len(slots)
         if n == 1:
-            slot = int(slots[0])
-            self.words[slot] = 0
-            self.row_of[slot] = 0
-            self._gave(pool, slot // self.max_slots, 1)
+            first = slots.item()
+            self.word_view[first] = 0
+            self.row_view[first] = 0
+            self._gave(pool, first // self.max_slots, 1)
         else:
             first, last = int(slots.min()), int(slots.max())
             if last - first == n - 1 and first // self.max_slots == last // self.max_slots:
@@ -239,6 +272,7 @@ class Slabs:
                 counts = np.bincount(slots // self.max_slots)
                 for slab in np.flatnonzero(counts).tolist():
                     self._gave(pool, slab, int(counts[slab]))
+        pool.next_slot = min(pool.next_slot, first)
         pool.counts[old] -= n
         pool.counts[FREE] += n
         for slab in [s for s in pool.draining if s in pool.empty]:
@@ -268,6 +302,10 @@ class Slabs:
 
     def offsets(self, pool: SlabPool, slots: Slots) -> NDArray[np.uint64]:
         """Byte offsets of slots of one pool in the payload."""
+        at = span(slots)
+        if isinstance(at, slice) and at.start // self.max_slots == (at.stop - 1) // self.max_slots:
+            first, size = self.offset(pool, at.start), pool.slot_bytes
+            return np.arange(first, first + len(slots) * size, size, dtype=np.uint64)
         slab, place = np.divmod(slots, self.max_slots)
         found: NDArray[np.uint64] = (slab * self.slab_bytes + place * pool.slot_bytes).astype("<u8")
         return found

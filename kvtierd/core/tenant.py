@@ -14,7 +14,7 @@ from kvtierd.core.slabs import QUARANTINED, WRITING, SlabPool, Slabs
 from kvtierd.core.tree import Session
 
 SLOT_ALIGN: Final = 4096
-SLACK_MAX: Final = 64
+SLACK_MAX: Final = 512
 """Slots that the short path of admission grants before it looks again."""
 
 

@@ -73,14 +73,30 @@ class OneBlock(msgspec.Struct):
     lease: int
 
 
+class NodeBlocks(msgspec.Struct):
+    """The same for several blocks of a node, without checksums. Shapes: each array [n]."""
+
+    pool: Pool
+    node: Node
+    slots: Slots
+    pages: NDArray[np.int64]
+    valid: NDArray[np.int64]
+    seqs: NDArray[np.uint64]
+    kept: bool
+    lease: int
+
+
 class Publisher(Protocol):
     """Writes header bodies of DRAM slots; the core makes the words READY after it returns."""
 
     def publish(self, pool: Pool, rows: Rows, slots: Slots, lease: int) -> None:
         """Write the bodies of rows of one pool, whose columns are set."""
 
+    def publish_node(self, blocks: NodeBlocks) -> None:
+        """The same for blocks of one node; their rows need not exist yet."""
+
     def publish_one(self, block: OneBlock) -> None:
-        """The same for one block; its row need not exist yet."""
+        """The same for one block."""
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ is arithmetic on its columns. `docs/FORMATS.md` lists the words.
 import hashlib
 import struct
 import threading
+from functools import cached_property
 from typing import Any, Final
 
 import msgspec
@@ -80,46 +81,52 @@ class BodyFields(msgspec.Struct, frozen=True, kw_only=True):
     generation: Column
 
 
-def _join(low: Column, high: Column, shift: int) -> Column:
-    """`low | high << shift`; ints stay ints, which spares array arithmetic on constants."""
-    if isinstance(low, int) and isinstance(high, int):
-        return low | high << shift
-    shifted: NDArray[np.uint64] = np.asarray(high, np.uint64) << np.uint64(shift)
-    return shifted | np.asarray(low, np.uint64)
-
-
-def _flags(fields: BodyFields) -> Column:
-    small = _join(fields.block_kind, fields.retention, 8)
-    small = _join(small, _join(fields.checksum_kind, fields.priority, 8), 16)
-    return _join(fields.tenant, small, 32)
+_FIELD_PLACES: Final[dict[str, tuple[int, int]]] = {
+    "owner0": (8, 8 * W_OWNER0),
+    "owner1": (8, 8 * W_OWNER1),
+    "node": (4, 8 * W_NODE_PAGE),
+    "page": (4, 8 * W_NODE_PAGE + 4),
+    "valid_tokens": (4, 8 * W_VALID_LENGTH),
+    "length_bytes": (4, 8 * W_VALID_LENGTH + 4),
+    "payload_sum": (8, 8 * W_PAYLOAD_SUM),
+    "seq": (8, 8 * W_SEQ),
+    "layout0": (8, 8 * W_LAYOUT0),
+    "layout1": (8, 8 * W_LAYOUT1),
+    "lease": (8, 8 * W_LEASE),
+    "parent": (4, 8 * W_PARENT_FORK),
+    "fork_tokens": (4, 8 * W_PARENT_FORK + 4),
+    "tenant": (4, 8 * W_FLAGS),
+    "block_kind": (1, 8 * W_FLAGS + 4),
+    "retention": (1, 8 * W_FLAGS + 5),
+    "checksum_kind": (1, 8 * W_FLAGS + 6),
+    "priority": (1, 8 * W_FLAGS + 7),
+    "created_s": (8, 8 * W_CREATED),
+    "generation": (8, 8 * W_GENERATION),
+}
+"""Size and offset in bytes of every field but slot and kind, which share a word."""
 
 
 def compose(count: int, fields: BodyFields) -> Bodies:
-    """Build `count` sealed bodies. Shapes: array fields are [count]; the result is [count, 16]."""
-    words: list[Column] = [
-        0,
-        fields.owner0,
-        fields.owner1,
-        _join(fields.node, fields.page, 32),
-        _join(fields.valid_tokens, fields.length_bytes, 32),
-        fields.payload_sum,
-        fields.seq,
-        fields.layout0,
-        fields.layout1,
-        fields.lease,
-        _join(fields.parent, fields.fork_tokens, 32),
-        _join(fields.slot, fields.kind, PLACE_KIND_SHIFT),
-        _flags(fields),
-        fields.created_s,
-        fields.generation,
-        0,
-    ]
+    """Build `count` sealed bodies. Shapes: array fields are [count]; the result is [count, 16].
+
+    Most fields are one value for all: those go in as one row.
+    """
     bodies = np.empty((count, BODY_WORDS), np.uint64)
-    # most columns are one value for all: those go in as a row, which is one pass over memory
-    bodies[:] = np.array([column if isinstance(column, int) else 0 for column in words], np.uint64)
-    for index, column in enumerate(words):
-        if not isinstance(column, int):
-            bodies[:, index] = column
+    views = {8: bodies, 4: bodies.view("<u4"), 1: bodies.view(np.uint8)}
+    row = np.zeros(BODY_WORDS, np.uint64)
+    parts = {8: row, 4: row.view("<u4"), 1: row.view(np.uint8)}
+    columns = []
+    for name, (size, offset) in _FIELD_PLACES.items():
+        value = getattr(fields, name)
+        if isinstance(value, int):
+            parts[size][offset // size] = value
+        else:
+            columns.append((views[size][:, offset // size], value))
+    row[W_PLACE] = fields.kind << PLACE_KIND_SHIFT
+    bodies[:] = row
+    for column, values in columns:
+        column[:] = values
+    bodies[:, W_PLACE] |= np.asarray(fields.slot, np.uint64)
     seal_bodies(bodies)
     return bodies
 
@@ -135,9 +142,15 @@ def compose_one(fields: BodyFields) -> bytes:
 
     All fields must be plain ints.
     """
+    words = _words(fields)
+    return _ONE_SEALED.pack(sum_one(words), *words)
+
+
+def _words(fields: BodyFields) -> tuple[int, ...]:
+    """Words 1 to 15 of a body whose fields are plain ints."""
     f: Any = fields  # ints all; Column would need a check per field
     flags = f.block_kind | f.retention << 8 | f.checksum_kind << 16 | f.priority << 24
-    words = (
+    return (
         f.owner0,
         f.owner1,
         f.node | f.page << 32,
@@ -154,7 +167,6 @@ def compose_one(fields: BodyFields) -> bytes:
         f.generation,
         0,
     )
-    return _ONE_SEALED.pack(sum_one(words), *words)
 
 
 def split(bodies: Bodies, kind: int) -> BodyFields:
@@ -259,19 +271,44 @@ def _term(word: int, index: int) -> int:
 
 
 class BodyTemplate:
-    """Bodies that differ in slot, page, valid tokens, seq and lease only, made one at a time.
+    """Makes bodies that differ in slot, page, valid tokens, seq and lease only.
 
     The checksum is a sum of terms, one per word: those of the other words are added up once.
     """
 
     def __init__(self, fields: BodyFields) -> None:
         """`fields`: plain ints; slot, page, valid_tokens, seq and lease are 0."""
-        body = compose_one(fields)
-        words = _ONE_SEALED.unpack(body)
-        self._bytes = bytearray(body)
+        self._words = words = (0, *_words(fields))
+        self._bytes = bytearray(_ONE_SEALED.pack(*words))
+        self._row = np.frombuffer(bytes(self._bytes), np.uint64)
         self._node, self._length, self._place = words[3], words[4], words[W_PLACE]
-        varying = ((3, words[3]), (4, words[4]), (6, 0), (W_LEASE, 0), (W_PLACE, words[W_PLACE]))
-        self._sum = words[0] - sum(_term(word, index) for index, word in varying)
+
+    @cached_property
+    def _sum(self) -> int:
+        """What the words that never vary add to the checksum."""
+        varying = (3, 4, 6, W_LEASE, W_PLACE)
+        terms = sum(_term(self._words[index], index) for index in varying)
+        return sum_one(self._words[1:]) - terms
+
+    def seal_many(
+        self,
+        slots: NDArray[Any],
+        pages: NDArray[Any],
+        valid_tokens: NDArray[Any],
+        seqs: NDArray[np.uint64],
+        lease: int,
+    ) -> Bodies:
+        """The bodies of several blocks. Shapes: [n] each → [n, 16]."""
+        bodies = np.empty((len(slots), BODY_WORDS), np.uint64)
+        bodies[:] = self._row
+        halves = bodies.view("<u4")
+        halves[:, 2 * W_NODE_PAGE + 1] = pages
+        halves[:, 2 * W_VALID_LENGTH] = valid_tokens
+        bodies[:, W_SEQ] = seqs
+        bodies[:, W_LEASE] = lease
+        bodies[:, W_PLACE] += slots.astype(np.uint64)
+        seal_bodies(bodies)
+        return bodies
 
     def seal(self, slot: int, page: int, valid_tokens: int, seq: int, lease: int) -> bytearray:
         """The body of one block; the buffer is used again by the next call."""

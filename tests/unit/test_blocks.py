@@ -3,7 +3,29 @@
 import numpy as np
 import pytest
 
-from kvtierd.core.blocks import BlockTable, NodeTable
+from kvtierd.core.blocks import BlockTable, NodeTable, span
+
+
+@pytest.mark.parametrize(
+    ("places", "index"),
+    [([4, 5, 6], slice(4, 7)), ([4, 6, 5, 7], None), ([6, 5, 4], None), ([4], None), ([], None)],
+)
+def test_neighbours_in_rising_order_become_a_slice(places: list[int], index: slice | None) -> None:
+    found = span(np.array(places, np.int64))
+    assert found == index if index is not None else np.array_equal(found, places)
+
+
+def test_a_filled_row_has_every_column_as_given() -> None:
+    one, many = BlockTable(8), BlockTable(8)
+    values = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+    one.fill_one(3, *values)
+    common = (1, 2, 3, 0, 0, 6, 7, 8, 0, 0, 11, 12, 13, 14, 15)
+    varying = {"seq": [4], "dram": [5], "page": [9], "valid": [10]}
+    many.fill(np.array([3]), common, **{name: np.array(v) for name, v in varying.items()})
+    names = ("owner0", "owner1", "checksum", "seq", "dram", "nvme", "pool", "node", "page",
+             "valid", "touch", "readers", "pins", "flags", "priority")  # fmt: skip
+    assert tuple(int(getattr(one, name)[3]) for name in names) == values
+    assert tuple(int(getattr(many, name)[3]) for name in names) == values
 
 
 def test_rows_are_handed_out_once() -> None:

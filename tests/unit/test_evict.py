@@ -53,8 +53,9 @@ def test_cached_blocks_with_a_clean_copy_leave_first(core: Fixture) -> None:
     assert core.host.world.counters["spilled_blocks"] == spilled
 
 
-def test_low_priority_leaves_before_high(core: Fixture) -> None:
-    low, high = session(core, "l", priority=1), session(core, "h", priority=200)
+@pytest.mark.parametrize("highest", [2, 200, 255])
+def test_low_priority_leaves_before_high(core: Fixture, highest: int) -> None:
+    low, high = session(core, "l", priority=1), session(core, "h", priority=highest)
     core.store([0, 1], 100, session=high)
     core.store([0, 1], 200, session=low)
     core.evict(2)

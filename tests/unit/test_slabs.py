@@ -47,6 +47,13 @@ def test_slots_are_given_once_and_side_by_side(tier: Tier) -> None:
     assert slots.tolist() == list(range(11))
 
 
+def test_neighbours_are_found_behind_what_is_scattered(tier: Tier) -> None:
+    tier.take(tier.small, 8)
+    tier.slabs.free(tier.small, np.array([1, 3, 5, 6, 7]), WRITING)
+    assert tier.take(tier.small, 3).tolist() == [5, 6, 7]
+    assert tier.take(tier.small, 2).tolist() == [1, 3], "scattered ones when no others are left"
+
+
 def test_a_request_beyond_the_payload_takes_nothing(tier: Tier) -> None:
     assert tier.slabs.alloc(tier.small, 25, WRITING, 1, 1) is None
     assert tier.assigned == []
