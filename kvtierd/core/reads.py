@@ -35,6 +35,7 @@ from kvtierd.core.evict import Evictor
 from kvtierd.core.keyed import Keyed, check_distinct, leading
 from kvtierd.core.leases import Kind, Lease, Peer, Ticket, pack_u32, pack_u64
 from kvtierd.core.one_read import acquire_one, unread_one
+from kvtierd.core.read_ahead import ReadAhead
 from kvtierd.core.slabs import FILLING, NO_OWNER, READER_BITS, READERS_MAX
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.tree import Session, resolve
@@ -53,6 +54,7 @@ class Reads:
     ) -> None:
         self.world, self.copies, self.evictor = world, copies, evictor
         self.writes, self.keyed = writes, keyed
+        self.ahead = ReadAhead(world, copies)
 
     # ------------------------------------------------------------ acquire
 
@@ -61,12 +63,14 @@ class Reads:
         held = self._repeated(peer, req.lease, req.id)
         if held is not None:
             return held
+        granted: Granted | Ticket | None = None
         if req.pages == 1:
             granted = acquire_one(self.world, self.writes, peer, req, session)
-            if granted is not None:
-                return granted
-        pool, rows, divided = self._branch_rows(peer, req, session)
-        return self._start(peer, req, pool, rows, divided, req.wait_s, req.ttl_s)
+        if granted is None:
+            pool, rows, divided = self._branch_rows(peer, req, session)
+            granted = self._start(peer, req, pool, rows, divided, req.wait_s, req.ttl_s)
+        self.ahead.note(peer.group.tenant.pools[req.layout], session, req)
+        return granted
 
     def acquire_keys(self, peer: Peer, req: AcquireKeys) -> Granted | Ticket:
         """Lease the leading stored ones of some keys; none stored is an empty grant."""

@@ -24,9 +24,12 @@ PAGE_GAP_MAX: Final = 4096
 class Run:
     """The rows of one node in one part: `rows[page - start]`, NONE where there is no block."""
 
-    __slots__ = ("data", "length", "start", "view")
+    __slots__ = ("ahead", "ahead_end", "data", "length", "read_end", "start", "view")
 
     def __init__(self, start: int) -> None:
+        self.read_end = -1  # the page behind the last read
+        self.ahead = 0  # pages of the last read-ahead, which ended before page `ahead_end`
+        self.ahead_end = 0
         self.start = start
         self.length = 0
         self.data = np.empty(0, np.int64)

@@ -46,7 +46,7 @@ COUNTERS = (
     "spilled_bytes", "restored_blocks", "restored_bytes", "evicted_clean_blocks",
     "dropped_cached_blocks", "lost_blocks", "checksum_mismatches", "io_errors", "expired_leases",
     "refused_reserves", "duplicate_blocks", "pruned_blocks", "closed_sessions", "reaped_orphans",
-    "cancelled_prefetch_blocks",
+    "cancelled_prefetch_blocks", "read_ahead_blocks",
 )  # fmt: skip
 
 

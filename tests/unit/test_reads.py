@@ -74,6 +74,28 @@ def test_a_session_larger_than_the_arena_is_read_in_windows(core: Fixture) -> No
     assert core.read(0, 48) == [100 + page for page in range(48)]
 
 
+def test_who_reads_in_order_finds_the_next_pages_on_their_way(core: Fixture) -> None:
+    values = on_nvme(core, list(range(12)))
+    assert core.read(3, 1) == values[3:4]
+    assert {page for page, tier in core.tiers().items() if tier != TIER_NVME} == {3}
+    assert core.read(4, 1) == values[4:5]
+    core.host.settle()
+    assert {page for page, tier in core.tiers().items() if tier != TIER_NVME} == {3, 4, 5, 6}
+    assert core.host.world.counters["read_ahead_blocks"] == 2
+    assert core.acquire(5, 1).restored == 0
+
+
+def test_read_ahead_takes_only_what_writers_could_have(core: Fixture) -> None:
+    on_nvme(core, list(range(12)))
+    (pool,) = core.host.tenant().pools.values()
+    core.reserve(pool.write_room - 1)
+    core.read(0, 1)
+    core.read(1, 1)
+    core.host.settle()
+    assert core.host.world.counters["read_ahead_blocks"] == 1
+    assert pool.write_room == 1, "clean copies never stand in a writer's way"
+
+
 def test_a_block_that_came_back_costs_nothing_to_evict_again(core: Fixture) -> None:
     on_nvme(core, [0, 1])
     core.read(0, 2)
