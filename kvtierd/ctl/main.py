@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -197,6 +198,37 @@ def check(config_file: str | None, state_dir: str | None, quick: bool, as_json: 
     _show(as_json, report, show_check)
     if not report["ok"]:
         sys.exit(DataError.exit_code)
+
+
+@main.command()
+@click.option(
+    "--only", "names", multiple=True, metavar="NAME",
+    help="Only this benchmark; may be repeated. A wrong name lists all.",
+)  # fmt: skip
+@click.option(
+    "--directory", default=".", show_default=True, metavar="DIR",
+    help="Where the daemons' files go while it runs: a directory on the disk of the spill files.",
+)  # fmt: skip
+@click.option("--quick", is_flag=True, help="Small and noisy: whether it works, in a minute.")
+@click.option("--json", "json_file", metavar="FILE", help="Add the figures to this JSON file.")
+@click.option("--plot", "plot_file", metavar="FILE", help="Draw throughput by block size as PNG.")
+def bench(
+    names: tuple[str, ...],
+    directory: str,
+    quick: bool,
+    json_file: str | None,
+    plot_file: str | None,
+) -> None:
+    """Measure what this host gives, beside memcpy and fio.
+
+    Starts daemons of its own in a temporary directory below DIR, one after the other, and removes
+    all of it; a running daemon is neither asked nor stopped, but shares memory, disk and cores.
+    """
+    from kvtierd.ctl.bench import run_benchmarks
+
+    paths = (None if file is None else Path(file).absolute() for file in (json_file, plot_file))
+    with reported(as_json=False):
+        run_benchmarks(names, Path(directory).absolute(), quick, *paths)
 
 
 @main.group(name="config")

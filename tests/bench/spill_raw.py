@@ -17,16 +17,17 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.bench import fio
+from kvtierd.bench.daemons import BLOCK_BYTES
+from kvtierd.bench.figures import Figure, middle
+from kvtierd.bench.fio import DEPTH, NAMES, Direction, Durability
+from kvtierd.bench.plan import Plan
 from kvtierd.core.slabs import ready_words
 from kvtierd.tiers.records import SlabEntry
 from kvtierd.tiers.spill import SpillTier
 from kvtierd.tiers.spill_files import SpillSettings
 from kvtierd.tiers.spill_io import Job, JobResult, ReadJob, WriteJob
 from kvtierd.tiers.spill_open import open_spill
-from tests.bench import fio
-from tests.bench.daemons import BLOCK_BYTES, directory
-from tests.bench.figures import Figure, middle
-from tests.bench.fio import DEPTH, NAMES, Direction, Durability
 from tests.spill_support import FINGERPRINT, INSTANCE, MIB, TENANT, bodies_of, new_arena
 
 JOB_BLOCKS: Final = 64
@@ -102,7 +103,9 @@ def tier_bytes_per_s(tier: SpillTier, load: Load, direction: Direction) -> float
     return ROUND_BYTES / (time.perf_counter() - begun)
 
 
-def compare(place: Path, durability: Durability) -> dict[Direction, list[tuple[float, float]]]:
+def compare(
+    place: Path, durability: Durability, rounds: int
+) -> dict[Direction, list[tuple[float, float]]]:
     """Bytes per second of the tier and of fio, each direction and round."""
     settings = SpillSettings(
         (str(place / "tier"),),
@@ -121,24 +124,24 @@ def compare(place: Path, durability: Durability) -> dict[Direction, list[tuple[f
     try:
         load = new_load(tier, files.geometry.max_slots, settings.slab_bytes)
         tier_bytes_per_s(tier, load, "write")
-        fio.bytes_per_s(place, "write", ROUND_BYTES, sync_blocks)
-        for turn in range(ROUNDS):
+        fio.bytes_per_s(place, "write", ROUND_BYTES, BLOCK_BYTES, sync_blocks)
+        for turn in range(rounds):
             for direction, pairs in found.items():
                 first = tier_bytes_per_s(tier, load, direction) if turn % 2 else 0.0
-                theirs = fio.bytes_per_s(place, direction, ROUND_BYTES, sync_blocks)
+                theirs = fio.bytes_per_s(place, direction, ROUND_BYTES, BLOCK_BYTES, sync_blocks)
                 pairs.append((first or tier_bytes_per_s(tier, load, direction), theirs))
     finally:
         assert tier.close(WAIT_S)
     return found
 
 
-def measure() -> list[Figure]:
+def measure(plan: Plan) -> list[Figure]:
     """The figures of this benchmark. Errors: FioMissing."""
     fio.require()
     figures = []
     for durability, name in NAMES.items():
-        with directory() as place:
-            found = compare(place, durability)
+        with plan.empty_directory() as place:
+            found = compare(place, durability, plan.rounds(ROUNDS))
         for direction, pairs in found.items():
             ours, theirs = (max(column) / 1e9 for column in zip(*pairs, strict=True))
             figures.append(

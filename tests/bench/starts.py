@@ -5,8 +5,8 @@ import sys
 import time
 from typing import Final
 
-from tests.bench.daemons import MIB, RECOVERY, directory
-from tests.bench.figures import Figure, middle
+from kvtierd.bench.figures import Figure, middle
+from kvtierd.bench.plan import MIB, Plan
 from tests.support.daemon import DaemonProcess
 from tests.support.raw import RawClient
 
@@ -25,14 +25,14 @@ IMPORTS: Final = {
 }
 
 
-def start() -> list[Figure]:
+def start(plan: Plan) -> list[Figure]:
     """From the start of the process, without prefault, to the answer to HELLO."""
     rounds = []
-    for _ in range(WARM_ROUNDS + ROUNDS):
-        with directory() as place:
+    for _ in range(WARM_ROUNDS + plan.rounds(ROUNDS)):
+        with plan.empty_directory() as place:
             tenants = [{"name": "bench", "uids": ["self"], "arena_bytes": 1024 * MIB}]
             arena = {"huge_pages": "try", "slab_bytes": 64 * MIB, "min_block_bytes": 64 << 10}
-            process = DaemonProcess(place, tenants, arena=arena, recovery=RECOVERY)
+            process = DaemonProcess(place, tenants, arena=arena, recovery={"memory": "off"})
             begun = time.perf_counter()
             process.launch()
             try:
@@ -59,10 +59,10 @@ def _hello(process: DaemonProcess, deadline_s: float) -> None:
         return
 
 
-def imports() -> list[Figure]:
+def imports(plan: Plan) -> list[Figure]:
     """An import in a fresh interpreter: of the package, and of what a program uses of it."""
     rounds: dict[str, list[float]] = {name: [] for name in IMPORTS}
-    for _ in range(WARM_ROUNDS + ROUNDS):
+    for _ in range(WARM_ROUNDS + plan.rounds(ROUNDS)):
         for name, statement in IMPORTS.items():
             command = [sys.executable, "-c", IMPORT.format(statement)]
             done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)

@@ -5,19 +5,18 @@ The middle places of memcpy are plain buffers, those of the client are arena slo
 destinations are the same; all of them have been touched before.
 """
 
-import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier_client import Client
 from kvtier_client.client import Session
-from tests.bench.daemons import BLOCK_BYTES, BLOCK_TOKENS, MIB, daemon, layout
-from tests.bench.figures import Figure, middle
+from kvtierd.bench.daemons import BLOCK_BYTES, BLOCK_TOKENS, daemon, layout
+from kvtierd.bench.figures import Figure, middle
+from kvtierd.bench.memory import Buffers, seconds
+from kvtierd.bench.plan import MIB, Plan
 
 BLOCKS: Final = 64
 """Blocks of a round, and buffers that sources, middle places and destinations rotate over."""
@@ -25,68 +24,27 @@ ROUNDS: Final = 61
 WARM_ROUNDS: Final = 5
 ARENA_BYTES: Final = 512 * MIB
 
-Bytes = NDArray[np.uint8]
-
-
-class Memory:
-    """Sources, memcpy's middle places and destinations: BLOCKS buffers each, allocated one by one.
-
-    One large array would have huge pages, as arenas do where the host allows it.
-    """
-
-    def __init__(self) -> None:
-        self.sources = [np.frombuffer(os.urandom(BLOCK_BYTES), np.uint8) for _ in range(BLOCKS)]
-        self.middles = [np.ones(BLOCK_BYTES, np.uint8) for _ in range(BLOCKS)]
-        self.targets = [np.ones(BLOCK_BYTES, np.uint8) for _ in range(BLOCKS)]
-        self.rows = list(zip(self.sources, self.middles, self.targets, strict=True))
-
-    def memcpy_batch(self) -> None:
-        """All blocks out, then all blocks in."""
-        for source, between, _ in self.rows:
-            np.copyto(between, source)
-        for _, between, target in self.rows:
-            np.copyto(target, between)
-
-    def memcpy_pairs(self) -> None:
-        """Each block out and in before the next."""
-        for source, between, target in self.rows:
-            np.copyto(between, source)
-            np.copyto(target, between)
-
-    def check(self) -> None:
-        """The last round has brought every byte back."""
-        for source, _, target in self.rows:
-            assert np.array_equal(source, target)
-            target.fill(1)
-
 
 @contextmanager
-def session() -> Iterator[tuple[Client, Session]]:
-    """A session of a daemon of its own."""
+def session(plan: Plan) -> Iterator[tuple[Client, Session]]:
+    """A session of a daemon of its own, for blocks of 1 MiB."""
     with (
-        daemon(ARENA_BYTES) as process,
+        daemon(plan, ARENA_BYTES) as process,
         Client(process.client_path, name="bench", prefault=True) as client,
     ):
         yield client, client.open_session([layout()])
 
 
-def seconds(work: Callable[[], None]) -> float:
-    """How long it takes."""
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
-
-
-def batch() -> list[Figure]:
+def batch(plan: Plan) -> list[Figure]:
     """64 blocks with one swap-out and one swap-in."""
-    memory, ratios, speeds = Memory(), [], []
-    with session() as (_, kv):
+    memory, ratios, speeds = Buffers(BLOCKS, BLOCK_BYTES), [], []
+    with session(plan) as (_, kv):
 
         def ours() -> None:
             kv.swap_out(memory.sources, (0, BLOCKS), BLOCK_TOKENS, node=node)
             kv.swap_in(memory.targets, (0, BLOCKS), node=node)
 
-        for node in range(1, ROUNDS + WARM_ROUNDS + 1):
+        for node in range(1, plan.rounds(ROUNDS) + WARM_ROUNDS + 1):
             kv.fork(node, 0, 0)
             mine_s = seconds(ours)
             memory.check()
@@ -94,21 +52,21 @@ def batch() -> list[Figure]:
             plain_s = seconds(memory.memcpy_batch)
             if node > WARM_ROUNDS:
                 ratios.append(plain_s / mine_s)
-                speeds.append(2 * BLOCKS * BLOCK_BYTES / plain_s / 1e9)
+                speeds.append(memory.round_bytes / plain_s / 1e9)
     note = f"{BLOCKS} blocks of 1 MiB; memcpy {np.median(speeds):.1f} GB/s"
     return [middle("dram.batch.ratio_memcpy", ratios, 0.95, note=note)]
 
 
-def single() -> list[Figure]:
+def single(plan: Plan) -> list[Figure]:
     """64 blocks, a call for each: pre-granted slots and one-way commits out, a round trip in.
 
     Once all blocks go out before the first comes in, and once each comes in at once: its bytes are
     still in the processor's cache then, which makes memcpy faster and the round trip weigh more.
     """
-    memory = Memory()
+    memory = Buffers(BLOCKS, BLOCK_BYTES)
     ratios: dict[str, list[float]] = {"single": [], "single.pair": []}
     plain_us: dict[str, list[float]] = {"single": [], "single.pair": []}
-    with session() as (client, kv):
+    with session(plan) as (client, kv):
 
         def passes() -> None:
             for page, source in enumerate(memory.sources):
@@ -126,7 +84,7 @@ def single() -> list[Figure]:
             "single": (passes, memory.memcpy_batch),
             "single.pair": (pairs, memory.memcpy_pairs),
         }
-        for turn in range(ROUNDS + WARM_ROUNDS):
+        for turn in range(plan.rounds(ROUNDS) + WARM_ROUNDS):
             for name, (ours, plain) in works.items():
                 node += 1
                 kv.fork(node, 0, 0)
