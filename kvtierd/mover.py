@@ -118,15 +118,15 @@ class Mover:
         if isinstance(action, Clear):
             return ClearJob(action.slots, priority)
         arena = self._arenas[pool.tenant.name].payload
-        lengths = np.full(len(action.rows), pool.layout.block_bytes, np.int64)
+        length_bytes = pool.layout.block_bytes
         if isinstance(action, Promote):
             offsets = pool.tenant.arena.offsets(pool.dram, action.dst)
-            return ReadJob(action.src, arena, offsets, lengths, action.checksums, priority)
+            return ReadJob(action.src, arena, offsets, length_bytes, action.checksums, priority)
         world = self._state.world
         bodies = compose(len(action.rows), body_fields(world, pool, action.rows, Kind.SPILL, 0, 0))
         words = ready_words(world.table.seq[action.rows])
         offsets = pool.tenant.arena.offsets(pool.dram, action.src)
-        return WriteJob(action.dst, arena, offsets, lengths, bodies, words, priority)
+        return WriteJob(action.dst, arena, offsets, length_bytes, bodies, words, priority)
 
     def _done_from_thread(self, action: Demote | Promote | Clear) -> Callable[[JobResult], None]:
         def done(result: JobResult) -> None:

@@ -155,7 +155,7 @@ class Rig:
             slots,
             self.arena,
             np.uint64(first) + np.arange(len(slots), dtype=np.uint64) * np.uint64(step),
-            np.full(len(slots), length, np.uint64),
+            length,
             bodies_of(seqs, length),
             ready_words(seqs),
             priority,
@@ -168,7 +168,7 @@ class Rig:
         self.arena[:] = 0xDD
         step = -(-length // 4096) * 4096
         offsets = np.arange(len(slots), dtype=np.uint64) * np.uint64(step)
-        return ReadJob(slots, self.arena, offsets, np.full(len(slots), length, np.uint64), sums)
+        return ReadJob(slots, self.arena, offsets, length, sums)
 
     def run(self, job: Job) -> JobResult:
         """Do a job and wait for its result."""
@@ -197,8 +197,8 @@ class Rig:
     def in_arena(self, result: JobResult) -> npt.NDArray[np.uint8]:
         """What lies in the arena where a job's blocks are. Shapes: [n, length]."""
         assert isinstance(result.job, WriteJob | ReadJob)
-        places = zip(result.job.offsets.tolist(), result.job.lengths.tolist(), strict=True)
-        return np.stack([self.arena[offset : offset + length] for offset, length in places])
+        length = result.job.length_bytes
+        return np.stack([self.arena[at : at + length] for at in result.job.offsets.tolist()])
 
 
 Buffers = Sequence[memoryview]

@@ -25,31 +25,41 @@ F_DOOMED: Final = 8  # nobody names it any more; freed when its readers and copi
 F_LOST: Final = 16  # HELD, but its medium lost it; kept so that the loss is reported
 F_BUSY: Final = F_MOVING | F_FILLING | F_DOOMED | F_LOST
 
-_ROW: Final = np.dtype(
+# A row is in four arrays. What every move, drop and read looks at is apart, so that a pass over
+# many rows touches little memory; what only commits and headers need is together.
+_NAME: Final = np.dtype(
     [
         ("owner0", np.uint64),  # session: halves of the token's hash; keyed: halves of the key
         ("owner1", np.uint64),
         ("checksum", np.uint64),  # xxh3-64 of the payload; 0 until it was computed
         ("seq", np.uint64),  # grows with every commit
-        ("dram", np.int64),  # slot, or NONE
-        ("nvme", np.int64),  # slot, or NONE
         ("pool", np.uint32),  # number of the tenant's layout pool
         ("node", np.int32),  # index in the NodeTable; NONE for keyed blocks
         ("page", np.uint32),
         ("valid", np.uint32),  # valid tokens
         ("touch", np.uint32),  # last use, in quarter seconds since the daemon started
-        ("readers", np.uint16),  # leases that read the DRAM copy
-        ("pins", np.uint16),  # holds and lookup leases: may not be dropped
-        ("flags", np.uint8),
-        ("priority", np.uint8),
-        ("pad", np.uint8, 6),
+        ("pad", np.uint32),
     ]
 )
-_PACKED: Final = struct.Struct("<QQQQqqIiIIIHHBB6x")
-assert _PACKED.size == _ROW.itemsize
-_USE: Final = struct.Struct("<16xQ8xq20xIIH2xB")  # the columns that `Use` has
-_TOUCH_READERS: Final = struct.Struct("<IH")
-_TOUCH_AT: Final = struct.calcsize("<QQQQqqIiII")  # behind the columns before it
+_USE: Final = np.dtype(
+    [
+        ("flags", np.uint8),
+        ("priority", np.uint8),
+        ("readers", np.uint16),  # leases that read the DRAM copy
+        ("pins", np.uint16),  # holds and lookup leases: may not be dropped
+        ("unused", np.uint16),
+    ]
+)
+_NAME_PACKED: Final = struct.Struct("<QQQQIiIIIxxxx")
+_USE_PACKED: Final = struct.Struct("<BBHHxx")
+_READ: Final = struct.Struct("<16xQ20xII4x")  # checksum, valid, touch
+_TOUCH: Final = struct.Struct("<I")
+_TOUCH_AT: Final = struct.calcsize("<QQQQIiII")  # behind the columns before it
+assert (_NAME_PACKED.size, _READ.size) == (_NAME.itemsize, _NAME.itemsize)
+U_KEPT: Final = np.uint64(F_HELD | 0xFFFF << 32)
+"""Bits of `BlockTable.use`: HELD or pinned."""
+U_BUSY: Final = np.uint64(F_MOVING | F_FILLING | 0xFFFF << 16)
+"""Bits of `BlockTable.use`: being copied or read."""
 
 
 def rising(values: NDArray[Any]) -> bool:
@@ -80,102 +90,140 @@ class Use(NamedTuple):
 
 
 class BlockTable:
-    """Columns of all blocks of all tenants: views of one array, so that a row is 80 bytes in place.
+    """Columns of all blocks of all tenants.
 
     `add` gives unused rows whose columns hold stale values: the caller sets every one of them.
     Columns are replaced when the table grows, so take them from the table at each use.
     """
 
+    _names: NDArray[np.void]
+    dram: NDArray[np.int64]  # slot, or NONE
+    nvme: NDArray[np.int64]  # slot, or NONE
+    use: NDArray[np.uint64]  # flags, priority, readers and pins as one word
+    flags: NDArray[np.uint8]
+    priority: NDArray[np.uint8]
+    readers: NDArray[np.uint16]
+    pins: NDArray[np.uint16]
     owner0: NDArray[np.uint64]
     owner1: NDArray[np.uint64]
     checksum: NDArray[np.uint64]
     seq: NDArray[np.uint64]
-    dram: NDArray[np.int64]
-    nvme: NDArray[np.int64]
     pool: NDArray[np.uint32]
     node: NDArray[np.int32]
     page: NDArray[np.uint32]
     valid: NDArray[np.uint32]
     touch: NDArray[np.uint32]
-    readers: NDArray[np.uint16]
-    pins: NDArray[np.uint16]
-    flags: NDArray[np.uint8]
-    priority: NDArray[np.uint8]
 
     def __init__(self, capacity: int = 1024) -> None:
-        self.capacity = capacity
-        self._use(np.zeros(capacity, _ROW))
-        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
-        self._free_view = self._free.data
-        self._n_free = capacity
+        self.capacity = 0
+        self._free = np.empty(0, np.int32)  # rows that were given back, as a stack
+        self._n_free = 0
+        self._fresh = 0  # rows from here on have never been used
+        self._make(capacity)
 
-    def _use(self, records: NDArray[np.void]) -> None:
-        self._records = records
-        self._words = records.view(np.uint64).reshape(-1, _ROW.itemsize // 8)
-        self._bytes = records.view(np.uint8).data
-        for name in _ROW.names or ():
-            setattr(self, name, records[name])
+    def _make(self, capacity: int) -> None:
+        """Make columns of `capacity` rows that begin with those that there are."""
+        # zeros() and empty() are lazy: rows become memory when they are first used.
+        old, self.capacity = self.capacity, capacity
+        names, use = np.zeros(capacity, _NAME), np.zeros(capacity, _USE)
+        dram, nvme = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
+        free = np.empty(capacity, np.int32)
+        if old:
+            names.view(np.uint64)[: old * _NAME.itemsize // 8] = self._names.view(np.uint64)
+            use.view(np.uint64)[:old] = self.use
+            dram[:old], nvme[:old] = self.dram, self.nvme
+            free[: self._n_free] = self._free[: self._n_free]
+        self.dram, self.nvme, self.use = dram, nvme, use.view(np.uint64)
+        self._dram_view, self._nvme_view = dram.data, nvme.data
+        self._names, self._names_view = names, names.view(np.uint8).data
+        self._rows = names.view(np.uint64).reshape(capacity, -1)
+        self._use_view = use.view(np.uint8).data
+        self._readers_view = use.view(np.uint16).data
+        for name in (*_NAME.fields, *_USE.fields):  # type: ignore[misc]
+            setattr(self, name, names[name] if name in _NAME.fields else use[name])  # type: ignore[operator]
+        self._free, self._free_view = free, free.data
 
-    def fill_one(self, row: int, *values: int) -> None:
-        """Set all columns of one row, in the order of `_ROW`; the short path of one commit."""
-        _PACKED.pack_into(self._bytes, row * _PACKED.size, *values)
+    def fill_one(
+        self, row: int, dram: int, nvme: int, name: tuple[int, ...], use: tuple[int, ...]
+    ) -> None:
+        """Set all columns of one row; the short path of one commit.
 
-    def fill(self, rows: Places, common: tuple[int, ...], **columns: NDArray[Any]) -> None:
-        """Set all columns of rows: to `common`, in the order of `_ROW`, but those of `columns`."""
-        self._words[rows] = np.frombuffer(_PACKED.pack(*common), np.uint64)
-        for name, values in columns.items():
-            getattr(self, name)[rows] = values
+        `name`: owner0 to touch, `use`: flags to pins, in the order of the columns.
+        """
+        _NAME_PACKED.pack_into(self._names_view, row * _NAME_PACKED.size, *name)
+        _USE_PACKED.pack_into(self._use_view, row * _USE_PACKED.size, *use)
+        self._dram_view[row] = dram
+        self._nvme_view[row] = nvme
+
+    def fill(
+        self,
+        rows: Places,
+        dram: NDArray[np.int64] | int,
+        nvme: NDArray[np.int64] | int,
+        name: tuple[int, ...],
+        use: tuple[int, ...],
+        **columns: NDArray[Any],
+    ) -> None:
+        """Set all columns of rows; of `name` and `use` those in `columns` are arrays instead."""
+        self._rows[rows] = np.frombuffer(_NAME_PACKED.pack(*name), np.uint64)
+        self.use[rows] = np.frombuffer(_USE_PACKED.pack(*use), np.uint64)
+        self.dram[rows], self.nvme[rows] = dram, nvme
+        for column, values in columns.items():
+            getattr(self, column)[rows] = values
 
     def use_of(self, row: int) -> Use:
         """Some columns of one row; the short path of one read."""
-        return Use._make(_USE.unpack_from(self._bytes, row * _PACKED.size))
+        checksum, valid, touch = _READ.unpack_from(self._names_view, row * _READ.size)
+        flags = self._use_view[row * _USE_PACKED.size]
+        readers = self._readers_view[row * 4 + 1]
+        return Use(checksum, self._dram_view[row], valid, touch, readers, flags)
 
     def set_use(self, row: int, touch: int, readers: int) -> None:
         """Set two columns of one row."""
-        _TOUCH_READERS.pack_into(self._bytes, row * _PACKED.size + _TOUCH_AT, touch, readers)
+        _TOUCH.pack_into(self._names_view, row * _NAME_PACKED.size + _TOUCH_AT, touch)
+        self._readers_view[row * 4 + 1] = readers
 
     @property
     def used(self) -> int:
         """Rows that stand for a block."""
-        return self.capacity - self._n_free
+        return self._fresh - self._n_free
 
     def add(self, n: int) -> Rows:
         """Take `n` unused rows."""
-        while self._n_free < n:
-            self._grow()
-        self._n_free -= n
-        return self._free[self._n_free : self._n_free + n][::-1].astype(np.int64)
+        again = min(n, self._n_free)
+        fresh = n - again
+        while self._fresh + fresh > self.capacity:
+            self._make(2 * self.capacity)
+        self._n_free -= again
+        self._fresh += fresh
+        rows = np.empty(n, np.int64)
+        rows[:again] = self._free[self._n_free : self._n_free + again][::-1]
+        rows[again:] = np.arange(self._fresh - fresh, self._fresh)
+        return rows
 
     def add_one(self) -> int:
         """Take one unused row."""
-        if not self._n_free:
-            self._grow()
-        self._n_free -= 1
-        return self._free_view[self._n_free]
+        if self._n_free:
+            self._n_free -= 1
+            return self._free_view[self._n_free]
+        if self._fresh == self.capacity:
+            self._make(2 * self.capacity)
+        self._fresh += 1
+        return self._fresh - 1
 
     def remove(self, rows: Rows) -> None:
         """Give rows back; each must be in use, and only once in `rows`."""
         n = len(rows)
-        assert self._n_free + n <= self.capacity, "a row was removed twice"
+        assert self._n_free + n <= self._fresh, "a row was removed twice"
         self._free[self._n_free : self._n_free + n] = rows[::-1]
         self._n_free += n
 
     def used_mask(self) -> NDArray[np.bool_]:
         """True for every row in use; O(capacity), for recounts."""
-        mask = np.ones(self.capacity, np.bool_)
+        mask = np.zeros(self.capacity, np.bool_)
+        mask[: self._fresh] = True
         mask[self._free[: self._n_free]] = False
         return mask
-
-    def _grow(self) -> None:
-        old, new = self.capacity, self.capacity * 2
-        records = np.zeros(new, _ROW)
-        records[:old] = self._records
-        self._use(records)
-        free = np.empty(new, np.int32)
-        free[: new - old] = np.arange(new - 1, old - 1, -1, dtype=np.int32)
-        free[new - old : new - old + self._n_free] = self._free[: self._n_free]
-        self._free, self._free_view = free, free.data
-        self._n_free, self.capacity = self._n_free + new - old, new
 
 
 class NodeTable:
@@ -192,7 +240,8 @@ class NodeTable:
 
     def __init__(self) -> None:
         self._use(np.empty(0, np.uint32), np.empty(0, np.uint64), np.empty(0, np.uint32), 64)
-        self._free = list(range(63, -1, -1))
+        self._free: list[int] = []  # indexes that were given back
+        self._fresh = 0  # indexes from here on have never been used
 
     def _use(
         self,
@@ -212,11 +261,13 @@ class NodeTable:
 
     def add(self, node: int, parent: int, fork_tokens: int) -> int:
         """Store a node and return its index."""
-        if not self._free:
-            size = len(self.node) - 1
-            self._use(self.node[:-1], self.origin[:-1], self.tokens[:-1], 2 * size)
-            self._free = list(range(2 * size - 1, size - 1, -1))
-        index = self._free.pop()
+        if self._free:
+            index = self._free.pop()
+        else:
+            index = self._fresh
+            self._fresh += 1
+            if index == len(self.node) - 1:
+                self._use(self.node[:-1], self.origin[:-1], self.tokens[:-1], 2 * index)
         self.node[index], self.parent[index] = node, parent
         self.fork_tokens[index] = self.tokens[index] = fork_tokens
         return index

@@ -186,9 +186,12 @@ class Commits:
         table = world.table
         world.seq = seq = block.seq
         table.fill_one(
-            row, session.owner0, session.owner1, block.checksum, seq, slot, NONE, pool.number,
-            node.index, block.page, block.valid, int(world.now_s * 4.0), 0, 0,
-            F_HELD if kept else 0, session.priority,
+            row, slot, NONE,
+            (
+                session.owner0, session.owner1, block.checksum, seq, pool.number, node.index,
+                block.page, block.valid, int(world.now_s * 4.0),
+            ),
+            (F_HELD if kept else 0, session.priority, 0, 0),
         )  # fmt: skip
         self._note_length(node, block.page * pool.layout.block_tokens + block.valid)
         arena, counts = pool.tenant.arena, pool.dram.counts
@@ -261,7 +264,7 @@ class Commits:
         world, pool, n = self.world, lease.pool, len(slots)
         rows, seqs = world.add_rows(n), world.take_seqs(n)
         columns: dict[str, NDArray[Any]] = {
-            "seq": seqs, "dram": slots, "page": pages, "valid": valid,
+            "seq": seqs, "page": pages, "valid": valid,
         }  # fmt: skip
         if world.limits.end_to_end:
             columns["checksum"] = checksums
@@ -275,12 +278,12 @@ class Commits:
             columns["owner0"], columns["owner1"] = keys[:, 0], keys[:, 1]
         at = span(rows)
         world.table.fill(
-            at,
+            at, slots, NONE,
             (
-                owner0, owner1, 0, 0, NONE, NONE, pool.number,
-                NONE if node is None else node.index, 0, 0, world.touch, 0, 0,
-                F_HELD if kept is True else 0, priority,
+                owner0, owner1, 0, 0, pool.number, NONE if node is None else node.index, 0, 0,
+                world.touch,
             ),
+            (F_HELD if kept is True else 0, priority, 0, 0),
             **columns,
         )  # fmt: skip
         if node is not None and isinstance(kept, bool) and not world.limits.end_to_end:

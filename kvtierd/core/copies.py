@@ -18,6 +18,9 @@ from kvtierd.core.blocks import (
     F_LOST,
     F_MOVING,
     NONE,
+    U_BUSY,
+    U_KEPT,
+    Places,
     Rows,
     Slots,
     span,
@@ -34,8 +37,11 @@ from kvtierd.core.slabs import (
 from kvtierd.core.tenant import Pool
 from kvtierd.core.world import World
 
-BATCH_BYTES: Final = 8 << 20
-"""Blocks of one move: completed together, so that slots come free as a long demotion proceeds."""
+BATCH_BYTES: Final = 32 << 20
+BATCH_BYTES_MIN: Final = 4 << 20
+BATCH_ARENA_SHARE: Final = 16
+"""Blocks of one move have at most this fraction (1/16) of the arena, between these bounds: they are
+completed together, and slots should come free as a long demotion proceeds."""
 
 OK: Final = 0
 MISMATCH: Final = 1
@@ -43,6 +49,12 @@ IO_ERROR: Final = 2
 CANCELLED: Final = 3
 
 _INFLIGHT: Final = F_MOVING | F_FILLING
+
+
+def batch_blocks(pool: Pool) -> int:
+    """How many blocks of a pool are moved together."""
+    share_bytes = max(pool.tenant.arena_bytes() // BATCH_ARENA_SHARE, BATCH_BYTES_MIN)
+    return max(min(share_bytes, BATCH_BYTES) // pool.slot_bytes, 1)
 
 
 class Copies:
@@ -55,33 +67,39 @@ class Copies:
 
     def drop(self, rows: Rows) -> int:
         """Forget rows that nothing names any more; those read or moved are freed when that ends."""
-        world, table = self.world, self.world.table
-        for pool, mine in world.by_pool(rows):
-            flags = table.flags[mine]
-            pool.held -= world.kept(mine)
-            busy = ((flags & _INFLIGHT) != 0) | (table.readers[mine] > 0)
-            if not busy.any():
-                self._free_rows(pool, mine)
-                continue
-            doomed, idle = mine[busy], mine[~busy]
-            table.flags[doomed] = (table.flags[doomed] & ~np.uint8(F_HELD)) | F_DOOMED
-            table.pins[doomed] = 0
-            world.doomed += len(doomed)
-            if len(idle):
-                self._free_rows(pool, idle)
+        for pool, mine in self.world.by_pool(rows):
+            self.drop_of(pool, mine)
         return len(rows)
 
-    def _free_rows(self, pool: Pool, rows: Rows) -> None:
-        table = self.world.table
-        dram, nvme = table.dram[rows], table.nvme[rows]
-        in_dram, in_nvme = dram != NONE, nvme != NONE
-        if in_nvme.any():
+    def drop_of(self, pool: Pool, rows: Rows) -> None:
+        """The same for rows of one pool."""
+        world, table = self.world, self.world.table
+        at = span(rows)
+        use = table.use[at]
+        pool.held -= int(np.count_nonzero(use & U_KEPT))
+        if not np.count_nonzero(use & U_BUSY):
+            self._free_rows(pool, rows, at)
+            return
+        busy = (use & U_BUSY) != 0
+        doomed, idle = rows[busy], rows[~busy]
+        table.flags[doomed] = (table.flags[doomed] & ~np.uint8(F_HELD)) | F_DOOMED
+        table.pins[doomed] = 0
+        world.doomed += len(doomed)
+        if len(idle):
+            self._free_rows(pool, idle, idle)
+
+    def _free_rows(self, pool: Pool, rows: Rows, at: Places) -> None:
+        table, n = self.world.table, len(rows)
+        dram, nvme = table.dram[at], table.nvme[at]
+        in_dram = dram != NONE
+        have_dram = np.count_nonzero(in_dram)
+        if np.count_nonzero(nvme == NONE) < n:
+            in_nvme = nvme != NONE
             pool.clean -= int(np.count_nonzero(in_dram & in_nvme))
             self.clear(pool, nvme[in_nvme])
-        if in_dram.all():
-            pool.tenant.arena.free(pool.dram, dram, READY)
-        elif in_dram.any():
-            pool.tenant.arena.free(pool.dram, dram[in_dram], READY)
+        if have_dram:
+            slots = dram if have_dram == n else dram[in_dram]
+            pool.tenant.arena.free(pool.dram, slots, READY)
         table.remove(rows)
 
     def clear(self, pool: Pool, slots: Slots, old: int = READY) -> None:
@@ -125,7 +143,7 @@ class Copies:
         gone, lost = rows[idle & doomed], rows[idle & ~doomed & ((flags & F_LOST) != 0)]
         if len(gone):
             self.world.doomed -= len(gone)
-            self._free_rows(pool, gone)
+            self._free_rows(pool, gone, gone)
         lost = lost[table.dram[lost] != NONE]
         if len(lost):
             pool.tenant.arena.free(pool.dram, table.dram[lost], READY)
@@ -147,7 +165,7 @@ class Copies:
         """Start to copy rows to NVMe, as many leading ones as have room there."""
         world, table = self.world, self.world.table
         n = min(len(rows), pool.nvme_available)
-        per_batch = max(BATCH_BYTES // pool.slot_bytes, 1)
+        per_batch = batch_blocks(pool)
         for start in range(0, n, per_batch):
             part = rows[start : min(start + per_batch, n)]
             slots = world.nvme.alloc(pool.nvme, len(part), FILLING, NO_OWNER, 0)
@@ -217,7 +235,7 @@ class Copies:
         table.dram[rows] = slots
         pool.tenant.arena.row_of[slots] = rows + 1
         pool.clean += len(rows)
-        per_batch = max(BATCH_BYTES // pool.slot_bytes, 1)
+        per_batch = batch_blocks(pool)
         for start in range(0, len(rows), per_batch):
             part, dst = rows[start : start + per_batch], slots[start : start + per_batch]
             batch = world.start_batch(pool, part, dst)

@@ -54,7 +54,15 @@ from kvtierd.core.leases import Peer, pack_u32
 from kvtierd.core.reads import Reads
 from kvtierd.core.slabs import SlabPool
 from kvtierd.core.tenant import SLOT_ALIGN, Pool, Tenant
-from kvtierd.core.tree import Node, Run, Session, remove_branch, session_of, trim_to_children
+from kvtierd.core.tree import (
+    Cuts,
+    Node,
+    Run,
+    Session,
+    remove_branch,
+    session_of,
+    trim_to_children,
+)  # fmt: skip
 from kvtierd.core.world import World
 from kvtierd.core.writes import Writes
 
@@ -270,7 +278,7 @@ class Sessions:
     def end(self, session: Session) -> int:
         """Drop a session's blocks and holds; returns how many blocks."""
         tenant = session.tenant
-        rows = [array[array != NONE] for array in session.row_arrays()]
+        cuts = session.cuts()
         for number, held in session.holds.items():
             if held:
                 self.copies.unpin(self.world.pools[number], np.array(sorted(held), np.int64))
@@ -281,16 +289,25 @@ class Sessions:
         tenant.closed[session.sid] = None
         if len(tenant.closed) > CLOSED_MAX:
             del tenant.closed[next(iter(tenant.closed))]
-        count = self._drop_named(rows)
+        count = self._drop_cut(cuts)
         self._forget_nodes(list(session.nodes.values()))
         self.world.actions.append(DropSession(session))
         self.world.tombstones[tenant, session.token_hash] = 0
         self.world.counters["closed_sessions"] += 1
         return count
 
-    def _drop_named(self, parts: list[Rows]) -> int:
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return self.copies.drop(rows) if len(rows) else 0
+    def _drop_cut(self, cuts: Cuts) -> int:
+        """Drop rows that lost their name, each pool's together; returns how many."""
+        by_pool: dict[Pool, list[Rows]] = {}
+        for pool, rows in cuts:
+            if len(rows):
+                by_pool.setdefault(pool, []).append(rows)
+        count = 0
+        for pool, parts in by_pool.items():
+            rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            self.copies.drop_of(pool, rows)
+            count += len(rows)
+        return count
 
     def _forget_nodes(self, nodes: list[Node]) -> None:
         for node in nodes:
@@ -345,16 +362,16 @@ class Sessions:
             count = self.prune_branch(session, node)
         else:
             node.ended = True
-            rows = trim_to_children(node)
+            cuts = trim_to_children(node)
             self.world.actions.append(SaveNodes([node]))
-            count = self._drop_named(rows)
+            count = self._drop_cut(cuts)
         self.world.counters["pruned_blocks"] += count
         return Done(req.id, self.world.boot, peer.acked, count)
 
     def prune_branch(self, session: Session, node: Node) -> int:
         """Remove a node, its subtree and what its ancestors kept only for it."""
-        gone, rows = remove_branch(node)
-        count = self._drop_named(rows)
+        gone, cuts = remove_branch(node)
+        count = self._drop_cut(cuts)
         self._forget_nodes(gone)
         ids = [each.id for each in gone]
         if self.reads.prefetching(session.tenant):

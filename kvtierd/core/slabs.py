@@ -254,24 +254,26 @@ class Slabs:
     def free(self, pool: SlabPool, slots: Slots, old: int) -> None:
         """Give slots of one pool, all in state `old`, back. A slab left empty stays with its pool
         until another one needs it."""
-        n = len(slots)
+        n, first = len(slots), slots.item(0)
         if n == 1:
-            first = slots.item()
             self.word_view[first] = 0
             self.row_view[first] = 0
             self._gave(pool, first // self.max_slots, 1)
         else:
-            first, last = int(slots.min()), int(slots.max())
-            if last - first == n - 1 and first // self.max_slots == last // self.max_slots:
-                self.words[first : last + 1] = 0
-                self.row_of[first : last + 1] = 0
-                self._gave(pool, first // self.max_slots, n)
+            at = span(slots)
+            self.words[at] = 0
+            self.row_of[at] = 0
+            if isinstance(at, slice):
+                for slab in range(first // self.max_slots, (at.stop - 1) // self.max_slots + 1):
+                    base = slab * self.max_slots
+                    inside = min(at.stop, base + self.max_slots) - max(first, base)
+                    self._gave(pool, slab, inside)
             else:
-                self.words[slots] = 0
-                self.row_of[slots] = 0
                 counts = np.bincount(slots // self.max_slots)
-                for slab in np.flatnonzero(counts).tolist():
-                    self._gave(pool, slab, int(counts[slab]))
+                slabs = np.flatnonzero(counts)
+                for slab, count in zip(slabs.tolist(), counts[slabs].tolist(), strict=True):
+                    self._gave(pool, slab, count)
+                first = slabs.item(0) * self.max_slots
         pool.next_slot = min(pool.next_slot, first)
         pool.counts[old] -= n
         pool.counts[FREE] += n

@@ -57,7 +57,8 @@ class Run:
         if keep >= self.length:
             return np.empty(0, np.int64)
         gone = self.data[keep : self.length]
-        gone = gone.copy() if gone.min() >= 0 else gone[gone >= 0]
+        named = gone != NONE
+        gone = gone.copy() if np.count_nonzero(named) == len(gone) else gone[named]
         self.data[keep : self.length] = NONE
         self.length = keep
         return gone
@@ -117,6 +118,14 @@ class Session:
         """The part that `pool` is; raises ValueError when it is none of the session's."""
         return 0 if self.pools[0] is pool else self.pools.index(pool)
 
+    def cuts(self) -> "Cuts":
+        """The rows of every node, as if all of them were cut."""
+        return [
+            (pool, run.rows[run.rows != NONE])
+            for node in self.nodes.values()
+            for pool, run in zip(self.pools, node.runs, strict=True)
+        ]
+
     def row_arrays(self) -> Iterator[Rows]:
         """The rows of every node and part, NONE included."""
         for node in self.nodes.values():
@@ -151,13 +160,22 @@ def shared_pages(node: Node) -> int:
     return -(-fork // node.session.pools[0].layout.block_tokens)
 
 
-def trim_to_children(node: Node) -> list[Rows]:
+Cuts = list[tuple["Pool", Rows]]
+"""Rows that lost their name, apart by pool; a pool may come several times."""
+
+
+def trim_to_children(node: Node) -> Cuts:
     """Cut an ended node to its children's largest fork point; returns the rows it named beyond."""
     pages = shared_pages(node)
-    return [run.cut(pages) for run in node.runs]
+    return _cut(node, pages)
 
 
-def remove_branch(node: Node) -> tuple[list[Node], list[Rows]]:
+def _cut(node: Node, pages: int) -> Cuts:
+    pools = node.session.pools
+    return [(pool, run.cut(pages)) for pool, run in zip(pools, node.runs, strict=True)]
+
+
+def remove_branch(node: Node) -> tuple[list[Node], Cuts]:
     """Take a node and its subtree out of the tree, and of its ancestors what nobody needs.
 
     An ancestor that has ended and is left without children goes too; the first that stays is
@@ -173,13 +191,13 @@ def remove_branch(node: Node) -> tuple[list[Node], list[Rows]]:
         del above.children[parent.id]
         parent = above
     session = node.session
-    rows = [run.cut(0) for each in gone for run in each.runs]
+    cuts = [cut for each in gone for cut in _cut(each, 0)]
     for each in gone:
         del session.nodes[each.id]
         session.pruned.add(each.id)
     if parent.ended:
-        rows += trim_to_children(parent)
-    return gone, rows
+        cuts += trim_to_children(parent)
+    return gone, cuts
 
 
 def resolve(node: Node, part: int, first: int, count: int) -> tuple[Rows, dict[int, int]]:

@@ -10,7 +10,17 @@ from numpy.typing import NDArray
 
 from kvtier_client.errors import InvalidArgument
 from kvtierd.core.actions import Action
-from kvtierd.core.blocks import F_DOOMED, F_HELD, NONE, BlockTable, NodeTable, Rows, Slots
+from kvtierd.core.blocks import (
+    F_DOOMED,
+    F_HELD,
+    NONE,
+    U_KEPT,
+    BlockTable,
+    NodeTable,
+    Rows,
+    Slots,
+    span,
+)  # fmt: skip
 from kvtierd.core.keys import KeyIndex
 from kvtierd.core.slabs import Slabs
 from kvtierd.core.tenant import Pool, Tenant
@@ -163,9 +173,9 @@ class World:
         """Split rows by their pool."""
         if not len(rows):
             return
-        pools = self.table.pool[rows]
-        first = int(pools[0])
-        if len(rows) == 1 or bool((pools == first).all()):
+        pools = self.table.pool[span(rows)]
+        first = pools.item(0)
+        if np.count_nonzero(pools == first) == len(rows):
             yield self.pools[first], rows
             return
         for number in np.unique(pools).tolist():
@@ -181,8 +191,7 @@ class World:
 
     def kept(self, rows: Rows) -> int:
         """How many of the rows may not be dropped."""
-        table = self.table
-        return int(np.count_nonzero((table.pins[rows] > 0) | ((table.flags[rows] & F_HELD) != 0)))
+        return int(np.count_nonzero(self.table.use[span(rows)] & U_KEPT))
 
     def ttl_s(self, asked_s: float) -> float:
         """The life of a lease for which `asked_s` was asked (0: the default)."""

@@ -58,44 +58,54 @@ class LinuxKernel:
         os.fdatasync(fd)
 
 
+Runs = list[tuple[int, int]]
+"""Ranges of blocks, in the order of their places, that lie one after another in a file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a job is cut: `order` sorts its blocks by place, the others are bounds into `order`."""
+    """How a job is cut."""
 
-    order: I64
-    run_starts: I64
-    """First block of every run."""
-    task_starts: I64
-    """First run of every task; a task is what one thread does at one go."""
-
-
-def round_up(lengths_bytes: I64) -> I64:
-    """Lengths rounded up to the unit of O_DIRECT."""
-    return (lengths_bytes + (ALIGN_BYTES - 1)) & -ALIGN_BYTES
+    order: I64 | None
+    """Sorts the blocks by place; None when they are sorted."""
+    tasks: list[Runs]
+    """What one thread does at one go."""
 
 
-def plan(files: I64, offsets: I64, sizes_bytes: I64, task_bytes: int) -> Plan:
-    """Cut a job into tasks of about `task_bytes` and each task into runs; vectorised.
+def round_up(length_bytes: int) -> int:
+    """A length rounded up to the unit of O_DIRECT."""
+    return (length_bytes + (ALIGN_BYTES - 1)) & -ALIGN_BYTES
 
-    Shapes: one entry per block in `files`, `offsets` (in the file) and `sizes_bytes`.
+
+def plan(places: I64, size_bytes: int, task_bytes: int) -> Plan:
+    """Cut blocks of one size at `places` into tasks of about `task_bytes`, and those into runs.
+
+    Shapes: `places`: [n], numbers that grow by `size_bytes` from a block to its neighbour in the
+    same file only.
     """
-    order = np.lexsort((offsets, files))
-    file, offset, size = files[order], offsets[order], sizes_bytes[order]
-    before = np.cumsum(size) - size
-    new_file = np.empty(len(order), np.bool_)
-    new_file[:1] = True
-    new_file[1:] = file[1:] != file[:-1]
-    place = np.arange(len(order), dtype=np.int64)
-    task = before // max(task_bytes, 1)
-    new_task = new_file.copy()
-    new_task[1:] |= task[1:] != task[:-1]
-    new_run = new_task.copy()
-    new_run[1:] |= offset[1:] != offset[:-1] + size[:-1]
-    first = np.maximum.accumulate(np.where(new_run, place, 0))
-    new_run |= (place - first) % RUN_BLOCKS_MAX == 0
-    run_starts = np.flatnonzero(new_run)
-    task_starts = np.flatnonzero(new_task[run_starts])
-    return Plan(order, run_starts, task_starts)
+    steps = places[1:] - places[:-1]
+    order = None
+    if np.count_nonzero(steps < 0):
+        order = np.argsort(places, kind="stable")
+        ordered = places[order]
+        steps = ordered[1:] - ordered[:-1]
+    breaks = np.flatnonzero(steps != size_bytes) + 1
+    tasks: list[Runs] = []
+    runs: Runs = []
+    per_task = left = max(task_bytes // size_bytes, 1)
+    at = 0
+    for last in [*breaks.tolist(), len(places)]:
+        while at < last:
+            end = min(last, at + min(left, RUN_BLOCKS_MAX))
+            runs.append((at, end))
+            left -= end - at
+            at = end
+            if not left:
+                tasks.append(runs)
+                runs, left = [], per_task
+    if runs:
+        tasks.append(runs)
+    return Plan(order, tasks)
 
 
 Call = Callable[[int, Sequence[memoryview], int], int]

@@ -78,7 +78,7 @@ class SpillTier:
         """Begin a job; the ticket is the running job."""
         assert not self._closed
         running = Running(job, done)
-        parts = self._work.begin(running)
+        parts = self._work.begin(running, alone=not self._in_flight_bytes)
         with self._lock:
             room = self._room(job.priority)
             alone = self._in_flight_bytes == 0
@@ -111,7 +111,7 @@ class SpillTier:
             try:
                 part.work()
             except Exception as error:
-                log.exception("spill: a part of %d blocks failed", len(part.blocks))
+                log.exception("spill: a part of a job failed")
                 number = error.errno if isinstance(error, OSError) else None
                 running.mark(part.blocks, part.crashed, number)
                 with self._lock:
@@ -146,17 +146,18 @@ class SpillTier:
 
     def _account(self, running: Running) -> None:
         job, totals = running.job, self._totals
-        good = running.status == Status.OK
-        blocks = int(good.sum())
+        blocks = len(running.status) - int(np.count_nonzero(running.status))
         match job:
             case WriteJob():
                 totals["written_blocks"] += blocks
-                totals["written_bytes"] += int(job.lengths[good].sum())
+                totals["written_bytes"] += blocks * job.length_bytes
             case ReadJob():
                 totals["read_blocks"] += blocks
-                totals["read_bytes"] += int(job.lengths[good].sum())
+                totals["read_bytes"] += blocks * job.length_bytes
             case ClearJob():
                 totals["cleared_blocks"] += blocks
+        if blocks == len(running.status):
+            return
         counts = np.bincount(running.status, minlength=len(Status)).tolist()
         totals["cancelled_blocks"] += counts[Status.CANCELLED]
         totals["full_blocks"] += counts[Status.FULL]
@@ -192,9 +193,9 @@ class SpillTier:
 
 def _report(running: Running) -> None:
     """Log what went wrong with a job: one line, however many blocks it hit."""
-    bad = np.flatnonzero(running.status > Status.CANCELLED)
-    if not len(bad):
+    if not np.count_nonzero(running.status > Status.CANCELLED):
         return
+    bad = np.flatnonzero(running.status > Status.CANCELLED)
     number = int(running.errnos[bad[0]])
     log.error(
         "spill: %d of %d blocks of a %s failed; the first, in slot %d: %s%s",

@@ -61,6 +61,10 @@ class SpillSettings(msgspec.Struct, frozen=True):
         )
 
 
+FILE_SHIFT: Final = 48
+OFFSET_MASK: Final = (1 << FILE_SHIFT) - 1
+
+
 class SpillScan(msgspec.Struct, frozen=True):
     """A part of what a restart finds. Slots are global; bodies say their place in their file."""
 
@@ -152,6 +156,8 @@ class SpillFiles:
         self.damaged_slabs: list[int] = []
         """Slabs whose directory entry is unreadable: their blocks are lost, unnamed."""
         self._slot_bytes = np.zeros(len(files) * self.geometry.slabs, np.int64)
+        file, slab = np.divmod(np.arange(len(self._slot_bytes)), self.geometry.slabs)
+        self._slab_places = (file << FILE_SHIFT) + slab * self.geometry.slab_bytes
         self._entries: list[SlabEntry] = []
         self._pending: dict[int, SlabEntry | None] = {}  # slabs whose entry is due
         self._pending_lock = threading.Lock()
@@ -160,12 +166,14 @@ class SpillFiles:
 
     # ------------------------------------------------------------ where things are
 
-    def locate(self, slots: SlotArray) -> tuple[I64, I64, I64]:
-        """File, byte offset in it and slot size of each slot; size 0 where no slab is assigned."""
-        slabs, places = np.divmod(slots, self.geometry.max_slots)
-        files, local_slabs = np.divmod(slabs, self.geometry.slabs)
+    def locate(self, slots: SlotArray) -> tuple[I64, I64]:
+        """The place of each slot (file << FILE_SHIFT | byte offset), and its size in bytes.
+
+        The size is 0 where no slab is assigned.
+        """
+        slabs, inside = np.divmod(slots, self.geometry.max_slots)
         slot_bytes = self._slot_bytes[slabs]
-        return files, local_slabs * self.geometry.slab_bytes + places * slot_bytes, slot_bytes
+        return self._slab_places[slabs] + inside * slot_bytes, slot_bytes
 
     def local(self, slots: SlotArray) -> SlotArray:
         """Slot numbers within their file."""
@@ -236,7 +244,7 @@ class SpillFiles:
         for index, file in enumerate(self.files):
             for part in scan_parts(file.headers):
                 slots = part.slots + index * self.geometry.total_slots
-                _, offsets, _ = self.locate(slots)
+                offsets = self.locate(slots)[0] & OFFSET_MASK
                 lengths = (part.bodies[:, W_VALID_LENGTH] >> np.uint64(32)).astype(np.int64)
                 found = msgspec.structs.replace(
                     part,

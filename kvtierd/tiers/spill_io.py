@@ -20,8 +20,8 @@ from kvtierd.tiers.records import SlabEntry
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
 U64 = npt.NDArray[np.uint64]
-Sizes = npt.NDArray[np.integer[Any]]
-"""Byte counts and offsets; int64 or uint64."""
+Offsets = npt.NDArray[np.integer[Any]]
+"""Byte offsets; int64 or uint64."""
 
 
 class Status(IntEnum):
@@ -54,16 +54,16 @@ class WriteJob:
 
     The job fills in checksum, checksum kind and place, and seals the bodies itself, in a copy.
 
-    Shapes: `slots`, `offsets` (into `arena`, 4 KiB-aligned), `lengths` (bytes) and `words`: [n];
-    `bodies`: [n, 16]. The arena must reach each offset plus the length rounded up to 4 KiB.
+    Shapes: `slots`, `offsets` (into `arena`, 4 KiB-aligned) and `words`: [n]; `bodies`: [n, 16].
+    The arena must reach each offset plus the length rounded up to 4 KiB.
     Durability: when the result says OK, the block is there after the daemon's death; under "power"
     also after the host's.
     """
 
     slots: SlotArray
     arena: U8
-    offsets: Sizes
-    lengths: Sizes
+    offsets: Offsets
+    length_bytes: int
     bodies: U64
     words: U64
     priority: Priority = Priority.DEMAND_WRITE
@@ -79,8 +79,8 @@ class ReadJob:
 
     slots: SlotArray
     arena: U8
-    offsets: Sizes
-    lengths: Sizes
+    offsets: Offsets
+    length_bytes: int
     checksums: U64
     priority: Priority = Priority.DEMAND_READ
 

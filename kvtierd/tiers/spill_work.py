@@ -9,7 +9,6 @@ Everything that goes wrong becomes the status of the blocks that it hit.
 """
 
 import errno
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from kvtierd.tiers.blockio import I64, RUN_BYTES_MAX, Plan, move_run, plan, round_up
+from kvtierd.tiers.blockio import I64, RUN_BYTES_MAX, Plan, Runs, move_run, plan, round_up
 from kvtierd.tiers.bodies import (
     CHECKSUM_XXH3,
     W_FLAGS,
@@ -27,7 +26,8 @@ from kvtierd.tiers.bodies import (
     places,
     seal_bodies,
 )
-from kvtierd.tiers.spill_files import SpillFile, SpillFiles
+from kvtierd.tiers.headers import SlotArray
+from kvtierd.tiers.spill_files import FILE_SHIFT, SpillFile, SpillFiles
 from kvtierd.tiers.spill_io import (
     BodiesJob,
     ClearJob,
@@ -46,11 +46,15 @@ _KIND_SHIFT: Final = np.uint64(48)
 _KIND_MASK: Final = np.uint64(0xFF << 48)
 
 
+Blocks = slice | I64
+"""Blocks of a job, as an index."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """What one thread does at one go, for some of a job's blocks (indexes into the job)."""
 
-    blocks: I64
+    blocks: Blocks
     work: Callable[[], None]
     crashed: Status
     """What its blocks become when the work raises."""
@@ -79,7 +83,7 @@ class Running:
         """Begin nothing more of it."""
         self.cancelled = True
 
-    def mark(self, blocks: I64, status: Status, number: int | None) -> None:
+    def mark(self, blocks: Blocks | int, status: Status, number: int | None) -> None:
         """Note what became of blocks other than OK, and the errno of it."""
         self.status[blocks] = status
         self.errnos[blocks] = number or errno.EIO
@@ -90,14 +94,35 @@ class Running:
         return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """Where the blocks of a job lie, and how they are grouped. Shapes: [n]."""
+    """Where the blocks of a job lie, in the order of their places in the files."""
 
-    files: I64
-    offsets: I64
-    sizes_bytes: I64
-    plan: Plan
+    def __init__(self, job: WriteJob | ReadJob, places: I64, size_bytes: int, cut: Plan) -> None:
+        self.memory = job.arena.data
+        self.length_bytes, self.size_bytes = job.length_bytes, size_bytes
+        self.tasks = cut.tasks
+        self._order = cut.order
+        order = slice(None) if cut.order is None else cut.order
+        self.places: list[int] = places[order].tolist()
+        self.starts: list[int] = job.offsets[order].tolist()
+        """Offsets in the arena."""
+
+    def blocks(self, first: int, last: int) -> Blocks:
+        """Which blocks of the job these are."""
+        return slice(first, last) if self._order is None else self._order[first:last]
+
+    def sums(self, first: int, last: int, codes: list[int]) -> list[int]:
+        """Checksums of the blocks in the arena; 0 for those with an error."""
+        memory, length = self.memory, self.length_bytes
+        return [
+            0 if code else xxhash.xxh3_64_intdigest(memory[start : start + length])
+            for start, code in zip(self.starts[first:last], codes, strict=True)
+        ]
+
+    def buffers(self, first: int, last: int) -> list[memoryview]:
+        """The blocks in the arena, up to the end of their last page."""
+        memory, size = self.memory, self.size_bytes
+        return [memory[start : start + size] for start in self.starts[first:last]]
 
 
 def _write_status(number: int | None) -> Status:
@@ -112,105 +137,96 @@ class SpillWork:
         self._threads = files.settings.io_threads
         self._power = files.settings.durability == "power"
 
-    def begin(self, running: Running) -> list[Part]:
-        """The parts of a job's first step; later steps are left with the job."""
+    def begin(self, running: Running, *, alone: bool) -> list[Part]:
+        """The parts of a job's first step; later steps are left with the job.
+
+        `alone`: nothing else is under way, so that all threads should get their share of it.
+        """
         job = running.job
         if isinstance(job, ClearJob | BodiesJob):
             return self._header_parts(running)
-        cut = self._cut(job)
-        running.size_bytes = int(cut.sizes_bytes.sum())
+        cut = self._cut(job, alone)
+        running.size_bytes = len(job.slots) * cut.size_bytes
         if isinstance(job, WriteJob):
-            running.steps.append(partial(self._publish_parts, running, job, cut.files))
-            return self._payload_parts(cut, partial(self._write, running, job, cut))
-        return self._payload_parts(cut, partial(self._read, running, job, cut))
+            running.steps.append(partial(self._publish_parts, running, job))
+            work = partial(self._write, running, cut)
+        else:
+            work = partial(self._read, running, job, cut)
+        return [
+            Part(cut.blocks(runs[0][0], runs[-1][1]), partial(work, runs), Status.FAILED)
+            for runs in cut.tasks
+        ]
 
     # ------------------------------------------------------------ cutting
 
-    def _cut(self, job: WriteJob | ReadJob) -> _Cut:
-        sizes = round_up(job.lengths.astype(np.int64))
-        files, offsets, slot_bytes = self._files.locate(job.slots)
-        assert (sizes <= slot_bytes).all(), "a block larger than its slot, or a slab not assigned"
-        ends = job.offsets.astype(np.int64) + sizes
-        assert (ends <= len(job.arena)).all(), "a block outside the arena"
-        share_bytes = -(-int(sizes.sum()) // self._threads)
-        task_bytes = min(share_bytes, RUN_BYTES_MAX)
-        return _Cut(files, offsets, sizes, plan(files, offsets, sizes, task_bytes))
+    def _cut(self, job: WriteJob | ReadJob, alone: bool) -> _Cut:
+        size = round_up(job.length_bytes)
+        places, slot_bytes = self._files.locate(job.slots)
+        assert (slot_bytes >= size).all(), "a block larger than its slot, or a slab not assigned"
+        assert (job.offsets + job.offsets.dtype.type(size) <= len(job.arena)).all(), (
+            "a block outside the arena"
+        )
+        share_bytes = len(places) * size // self._threads if alone else RUN_BYTES_MAX
+        return _Cut(job, places, size, plan(places, size, min(share_bytes, RUN_BYTES_MAX)))
 
-    @staticmethod
-    def _payload_parts(cut: _Cut, work: Callable[[Sequence[I64]], None]) -> list[Part]:
-        order = cut.plan.order
-        bounds = [*cut.plan.run_starts.tolist(), len(order)]
-        tasks = [*cut.plan.task_starts.tolist(), len(bounds) - 1]
-        parts = []
-        for first, last in itertools.pairwise(tasks):
-            runs = [order[bounds[i] : bounds[i + 1]] for i in range(first, last)]
-            blocks = order[bounds[first] : bounds[last]]
-            parts.append(Part(blocks, partial(work, runs), Status.FAILED))
-        return parts
-
-    def _publish_parts(self, running: Running, job: WriteJob, files: I64) -> list[Part]:
-        written = running.good(np.arange(len(files)))
+    def _publish_parts(self, running: Running, job: WriteJob) -> list[Part]:
         return [
             Part(blocks, partial(self._publish, running, job, file, blocks), Status.UNSURE, True)
-            for file, blocks in self._by_file(files[written], written)
+            for file, blocks in self._by_file(job.slots, running.good(np.arange(len(job.slots))))
         ]
 
     def _header_parts(self, running: Running) -> list[Part]:
-        files, _, _ = self._files.locate(running.job.slots)
+        slots = running.job.slots
         return [
             Part(blocks, partial(self._rewrite, running, file, blocks), Status.FAILED)
-            for file, blocks in self._by_file(files, np.arange(len(files)))
+            for file, blocks in self._by_file(slots, np.arange(len(slots)))
         ]
 
-    def _by_file(self, files: I64, blocks: I64) -> list[tuple[SpillFile, I64]]:
+    def _by_file(self, slots: SlotArray, blocks: I64) -> list[tuple[SpillFile, I64]]:
+        """Blocks of a job, apart by the file that they are in."""
+        files = slots[blocks] // self._files.geometry.total_slots
         return [(self._files.files[index], blocks[files == index]) for index in np.unique(files)]
 
     # ------------------------------------------------------------ payload
 
-    def _write(self, running: Running, job: WriteJob, cut: _Cut, runs: Sequence[I64]) -> None:
-        memory = job.arena.data
-        for blocks in runs:
-            starts = job.offsets[blocks].tolist()
-            running.checksums[blocks] = [
-                xxhash.xxh3_64_intdigest(memory[start : start + length])
-                for start, length in zip(starts, job.lengths[blocks].tolist(), strict=True)
-            ]
-            codes = self._move(self._files.kernel.pwritev, job, cut, blocks, errno.ENOSPC)
-            for block, code in zip(blocks, codes, strict=True):
-                if code:
-                    running.mark(block, _write_status(code), code)
+    def _write(self, running: Running, cut: _Cut, runs: Runs) -> None:
+        for first, last in runs:
+            blocks = cut.blocks(first, last)
+            running.checksums[blocks] = cut.sums(first, last, [0] * (last - first))
+            codes = self._move(self._files.kernel.pwritev, cut, first, last, errno.ENOSPC)
+            if any(codes):
+                for place, code in enumerate(codes, first):
+                    if code:
+                        running.mark(cut.blocks(place, place + 1), _write_status(code), code)
 
-    def _read(self, running: Running, job: ReadJob, cut: _Cut, runs: Sequence[I64]) -> None:
-        memory = job.arena.data
-        for blocks in runs:
-            codes = self._move(self._files.kernel.preadv, job, cut, blocks, errno.ENODATA)
-            for block, code in zip(blocks, codes, strict=True):
-                if code:
-                    status = Status.FAILED if code in TRY_AGAIN else Status.LOST
-                    running.mark(block, status, code)
-            moved = running.good(blocks)
-            starts, lengths = job.offsets[moved].tolist(), job.lengths[moved].tolist()
-            running.checksums[moved] = [
-                xxhash.xxh3_64_intdigest(memory[start : start + length])
-                for start, length in zip(starts, lengths, strict=True)
-            ]
-            wrong = running.checksums[moved] != job.checksums[moved]
-            running.status[moved[wrong]] = Status.MISMATCH
+    def _read(self, running: Running, job: ReadJob, cut: _Cut, runs: Runs) -> None:
+        for first, last in runs:
+            codes = self._move(self._files.kernel.preadv, cut, first, last, errno.ENODATA)
+            if any(codes):
+                for place, code in enumerate(codes, first):
+                    if code:
+                        status = Status.FAILED if code in TRY_AGAIN else Status.LOST
+                        running.mark(cut.blocks(place, place + 1), status, code)
+            blocks = cut.blocks(first, last)
+            running.checksums[blocks] = cut.sums(first, last, codes)
+            wrong = running.checksums[blocks] != job.checksums[blocks]
+            if np.count_nonzero(wrong):
+                status_now = running.status[blocks]
+                wrong &= status_now == Status.OK
+                running.status[blocks] = np.where(wrong, Status.MISMATCH, status_now)
 
     def _move(
         self,
         call: Callable[[int, Sequence[memoryview], int], int],
-        job: WriteJob | ReadJob,
         cut: _Cut,
-        blocks: I64,
+        first: int,
+        last: int,
         cut_errno: int,
     ) -> list[int]:
         """Move one run; returns an errno per block."""
-        memory = job.arena.data
-        starts, sizes = job.offsets[blocks].tolist(), cut.sizes_bytes[blocks].tolist()
-        buffers = [memory[s : s + size] for s, size in zip(starts, sizes, strict=True)]
-        file = self._files.files[cut.files[blocks[0]]]
-        return move_run(call, file.payload_fd, buffers, int(cut.offsets[blocks[0]]), cut_errno)
+        file, offset = divmod(cut.places[first], 1 << FILE_SHIFT)
+        fd = self._files.files[file].payload_fd
+        return move_run(call, fd, cut.buffers(first, last), offset, cut_errno)
 
     # ------------------------------------------------------------ headers
 
@@ -222,8 +238,8 @@ class SpillWork:
             except OSError as error:
                 running.mark(blocks, Status.FAILED, error.errno)
                 return
-        slabs = job.slots[blocks] // self._files.geometry.max_slots
         for slab, failure in self._files.settle(file.index).items():
+            slabs = job.slots[blocks] // self._files.geometry.max_slots
             running.mark(blocks[slabs == slab], _write_status(failure.errno), failure.errno)
         blocks = running.good(blocks)
         slots = self._files.local(job.slots[blocks])

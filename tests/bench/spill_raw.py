@@ -46,7 +46,6 @@ class Load:
     slots: npt.NDArray[np.int64]
     arena: npt.NDArray[np.uint8]
     offsets: npt.NDArray[np.uint64]
-    lengths: npt.NDArray[np.uint64]
     bodies: npt.NDArray[np.uint64]
     words: npt.NDArray[np.uint64]
     checksums: npt.NDArray[np.uint64]
@@ -55,7 +54,7 @@ class Load:
         """A round's jobs."""
         for first in range(0, len(self.slots), JOB_BLOCKS):
             part = slice(first, first + JOB_BLOCKS)
-            place = (self.slots[part], self.arena, self.offsets[part], self.lengths[part])
+            place = (self.slots[part], self.arena, self.offsets[part], BLOCK_BYTES)
             if direction == "write":
                 yield WriteJob(*place, self.bodies[part], self.words[part])
             else:
@@ -75,7 +74,6 @@ def new_load(tier: SpillTier, max_slots: int, slab_bytes: int) -> Load:
         number // per_slab * max_slots + number % per_slab,
         arena,
         number.astype(np.uint64) * np.uint64(BLOCK_BYTES) % np.uint64(len(arena)),
-        np.full(blocks, BLOCK_BYTES, np.uint64),
         bodies_of(seqs, BLOCK_BYTES),
         ready_words(seqs),
         np.zeros(blocks, np.uint64),

@@ -17,15 +17,19 @@ def test_neighbours_in_rising_order_become_a_slice(places: list[int], index: sli
 
 def test_a_filled_row_has_every_column_as_given() -> None:
     one, many = BlockTable(8), BlockTable(8)
-    values = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-    one.fill_one(3, *values)
-    common = (1, 2, 3, 0, 0, 6, 7, 8, 0, 0, 11, 12, 13, 14, 15)
-    varying = {"seq": [4], "dram": [5], "page": [9], "valid": [10]}
-    many.fill(np.array([3]), common, **{name: np.array(v) for name, v in varying.items()})
-    names = ("owner0", "owner1", "checksum", "seq", "dram", "nvme", "pool", "node", "page",
-             "valid", "touch", "readers", "pins", "flags", "priority")  # fmt: skip
-    assert tuple(int(getattr(one, name)[3]) for name in names) == values
-    assert tuple(int(getattr(many, name)[3]) for name in names) == values
+    name, use = tuple(range(1, 10)), tuple(range(10, 14))
+    one.fill_one(3, 14, 15, name, use)
+    common = (1, 2, 3, 0, 5, 6, 0, 0, 9)
+    varying = {"seq": [4], "page": [7], "valid": [8]}
+    columns = {column: np.array(values) for column, values in varying.items()}
+    many.fill(np.array([3]), np.array([14]), 15, common, use, **columns)
+    names = ("owner0", "owner1", "checksum", "seq", "pool", "node", "page", "valid", "touch",
+             "flags", "priority", "readers", "pins", "dram", "nvme")  # fmt: skip
+    for table in (one, many):
+        assert [int(getattr(table, column)[3]) for column in names] == list(range(1, 16))
+        assert table.use_of(3) == (3, 14, 8, 9, 12, 10)
+    one.set_use(3, 77, 78)
+    assert (one.touch[3], one.readers[3], one.pins[3], one.valid[3]) == (77, 78, 13, 8)
 
 
 def test_rows_are_handed_out_once() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import xxhash
 from click.testing import CliRunner, Result
@@ -88,9 +87,8 @@ def write(tier: SpillTier, blocks: Blocks, tenant: int) -> None:
         block_kind=np.array([kind for _, _, kind in blocks], np.uint64), retention=HELD,
         checksum_kind=0, priority=0, created_s=1, generation=1,
     )  # fmt: skip
-    lengths: npt.NDArray[np.uint64] = np.full(count, BLOCK_BYTES, np.uint64)
     slots = np.arange(count, dtype=np.int64)
-    job = WriteJob(slots, arena, offsets, lengths, compose(count, fields), ready_words(seqs))
+    job = WriteJob(slots, arena, offsets, BLOCK_BYTES, compose(count, fields), ready_words(seqs))
     results: queue.Queue[Any] = queue.Queue()
     tier.submit(job, results.put)
     assert results.get(timeout=WAIT_S).ok

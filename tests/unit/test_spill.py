@@ -14,6 +14,7 @@ from kvtierd.tiers.blockio import RUN_BLOCKS_MAX, plan
 from kvtierd.tiers.bodies import W_FLAGS, W_PLACE
 from kvtierd.tiers.pool import Priority, WorkPool
 from kvtierd.tiers.spill import JOBS_MAX
+from kvtierd.tiers.spill_files import FILE_SHIFT
 from kvtierd.tiers.spill_io import BodiesJob, ClearJob, JobResult, QueueFull, Status, WriteJob
 from kvtierd.tiers.superblock import Kind
 from tests.spill_support import (
@@ -171,19 +172,20 @@ def test_a_damaged_directory_entry_is_reported_and_its_blocks_stay_dead(tmp_path
 def test_a_plan_has_every_block_once_in_runs_without_gaps(
     slots: list[tuple[int, int]], pages: int, task_bytes: int
 ) -> None:
-    files = np.array([file for file, _ in slots], np.int64)
-    offsets = np.array([place * pages * 4096 for _, place in slots], np.int64)
-    sizes = np.full(len(slots), pages * 4096, np.int64)
-    cut = plan(files, offsets, sizes, task_bytes)
-    assert sorted(cut.order.tolist()) == list(range(len(slots)))
-    for run in np.split(cut.order, cut.run_starts[1:]):
-        assert len(run) <= RUN_BLOCKS_MAX
-        assert len(set(files[run].tolist())) <= 1
-        assert (np.diff(offsets[run]) == pages * 4096).all()
-    bounds = cut.run_starts[cut.task_starts]
-    for task in np.split(cut.order, bounds[1:]):
-        assert sizes[task].sum() < task_bytes + 2 * pages * 4096
-    assert len(bounds) <= sizes.sum() // max(task_bytes, 1) + 3
+    size = pages * 4096
+    places = np.array([(file << FILE_SHIFT) + place * size for file, place in slots], np.int64)
+    cut = plan(places, size, task_bytes)
+    ordered = places if cut.order is None else places[cut.order]
+    assert sorted(ordered.tolist()) == sorted(places.tolist())
+    ends = [0]
+    for task in cut.tasks:
+        assert sum(last - first for first, last in task) <= max(task_bytes // size, 1)
+        for first, last in task:
+            assert first == ends[-1] and last - first <= RUN_BLOCKS_MAX
+            assert (np.diff(ordered[first:last]) == size).all()
+            ends.append(last)
+    assert ends[-1] == len(places)
+    assert len(cut.tasks) == -(-len(places) // max(task_bytes // size, 1))
 
 
 def test_neighbouring_blocks_share_a_system_call(tmp_path: Path) -> None:
@@ -380,7 +382,7 @@ def test_blocks_that_do_not_fit_are_a_programmers_error(tmp_path: Path) -> None:
         slots = rig.assign(0)[:1]
         job = rig.write_job(slots)
         outside = WriteJob(
-            slots, job.arena[: BLOCK_BYTES // 2], job.offsets, job.lengths, job.bodies, job.words
+            slots, job.arena[: BLOCK_BYTES // 2], job.offsets, BLOCK_BYTES, job.bodies, job.words
         )
         with pytest.raises(AssertionError, match="arena"):
             rig.start(outside)
