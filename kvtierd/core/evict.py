@@ -1,19 +1,14 @@
-"""Who has to leave a tier, and when: the order of victims, watermarks, and room on demand.
-
-Order in DRAM: CACHED with an NVMe copy (free) < CACHED < HELD with an NVMe copy (free) < HELD by
-priority; within HELD by the tokens of the branch (long decodes have more to lose), then least
-recently used, then the tail of a prefix before its head. To change the order, change `_keys`.
-"""
+"""When blocks leave a tier: watermarks, and room on demand. `victims.py` says which go first."""
 
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtierd.core.blocks import F_BUSY, F_HELD, NONE, Rows, Slots
+from kvtierd.core.blocks import F_BUSY, F_HELD, NONE, Rows
 from kvtierd.core.copies import Copies
-from kvtierd.core.slabs import READY, Slabs
 from kvtierd.core.tenant import Pool, Tenant
+from kvtierd.core.victims import Victims, rows_at
 from kvtierd.core.world import World
 
 BALANCE_BYTES: Final = 64 << 20
@@ -21,14 +16,13 @@ BALANCE_BYTES: Final = 64 << 20
 NVME_SCAN_SLABS: Final = 64
 """Slabs looked at for one request for NVMe room."""
 
-_CACHED_CLEAN, _CACHED, _HELD_CLEAN, _HELD = range(4)
-
 
 class Evictor:
     """Makes room in DRAM and NVMe."""
 
     def __init__(self, world: World, copies: Copies) -> None:
         self.world, self.copies = world, copies
+        self._victims = Victims(world)
         self._hand: dict[int, int] = {}  # pool number -> next NVMe slab to look at
 
     # ------------------------------------------------------------ on demand
@@ -46,7 +40,7 @@ class Evictor:
             dirty = pool.dram.used - pool.clean
             short = max(short, n + dirty + pool.headroom - pool.dram_capacity)
         if not patient and short > 0:
-            rows = self._victims([pool], short, clean=False)
+            rows = self._victims.first([pool], short, clean=False)
             short -= self._drop_cached(rows[self._droppable(rows)])
         short -= pool.moving
         if short > 0:
@@ -55,7 +49,7 @@ class Evictor:
             self._evacuate(pool, patient=patient)
 
     def _leave_clean(self, pools: list[Pool], n: int) -> int:
-        rows = self._victims(pools, n, clean=True)
+        rows = self._victims.first(pools, n, clean=True)
         for pool, mine in self.world.by_pool(rows):
             self.copies.leave_dram(pool, mine)
         self.world.counters["evicted_clean_blocks"] += len(rows)
@@ -64,7 +58,7 @@ class Evictor:
     def _move_dirty(self, pools: list[Pool], n: int, *, urgent: bool) -> int:
         """Demote up to `n` victims; returns how many slots will be free."""
         started = 0
-        for pool, rows in self.world.by_pool(self._victims(pools, n, clean=False)):
+        for pool, rows in self.world.by_pool(self._victims.first(pools, n, clean=False)):
             if self.world.now_s >= pool.tenant.spill_retry_s:
                 started += self._demote(pool, rows, urgent=urgent)
         return started
@@ -141,62 +135,6 @@ class Evictor:
                 self._make_nvme_room(pool, len(rows) - moved)
             started += moved
         return started
-
-    # ------------------------------------------------------------ victims
-
-    def _victims(self, pools: list[Pool], n: int, *, clean: bool) -> Rows:
-        """Up to `n` rows that may leave DRAM, first victims first."""
-        table = self.world.table
-        parts = []
-        for pool in pools:
-            arena = pool.tenant.arena
-            if pool.dram.counts[READY]:
-                parts.append(rows_at(arena, arena.slots_of(pool.dram)))
-        if not parts or n <= 0:
-            return np.empty(0, np.int64)
-        rows: Rows = np.concatenate(parts)
-        free = ((table.flags[rows] & F_BUSY) == 0) & (table.readers[rows] == 0)
-        rows = rows[free & ((table.nvme[rows] != NONE) == clean)]
-        keys = self._keys(rows)
-        if len(rows) > n:
-            chosen = np.argpartition(keys, n - 1)[:n]
-            rows, keys = rows[chosen], keys[chosen]
-        victims: Rows = rows[np.argsort(keys, kind="stable")]
-        return victims
-
-    def _keys(self, rows: Rows) -> NDArray[np.uint64]:
-        """Sort keys of victims: class and priority, branch length, last use, place from the end."""
-        table = self.world.table
-        kept = ((table.flags[rows] & F_HELD) != 0) | (table.pins[rows] > 0)
-        in_nvme = table.nvme[rows] != NONE
-        group = np.where(in_nvme, _CACHED_CLEAN, _CACHED)
-        priority = table.priority[rows[kept]].astype(np.int64)
-        group[kept] = np.where(in_nvme[kept], _HELD_CLEAN, _HELD + priority)
-        tokens = self.world.node_table.tokens[np.maximum(table.node[rows], 0)]
-        length = np.where(kept & ~in_nvme, np.log2(tokens + 1.0).astype(np.int64), 0)
-        tail = 0xFFFF - np.minimum(table.page[rows], 0xFFFF).astype(np.uint64)
-        touch = self._last_use(rows).astype(np.uint64)
-        high = ((group.astype(np.int64) << 5) | np.minimum(length, 31)).astype(np.uint64)
-        keys: NDArray[np.uint64] = (high << np.uint64(48)) | (touch << np.uint64(16)) | tail
-        return keys
-
-    def _last_use(self, rows: Rows) -> NDArray[np.uint32]:
-        """When rows were last of use: a session's page is as long as any page of a node at or
-        below its own, so that nobody is left with tails whose heads are gone."""
-        world, table = self.world, self.world.table
-        touch, nodes = table.touch[rows], table.node[rows]
-        own = nodes != NONE
-        if not own.any():
-            return touch
-        latest = np.zeros(len(world.node_table.node), np.uint32)
-        np.maximum.at(latest, nodes[own], touch[own])
-        for index in np.unique(nodes[own]).tolist():
-            node, use = world.nodes[index].parent, latest[index]
-            while node is not None and latest[node.index] < use:
-                latest[node.index] = use
-                node = node.parent
-        touch[own] = latest[nodes[own]]
-        return touch
 
     # ------------------------------------------------------------ slabs
 
@@ -278,10 +216,3 @@ class Evictor:
                         self.copies.leave_nvme(other, rows[in_dram])
                     self._drop_cached(rows[~in_dram])
                     return
-
-
-def rows_at(slabs: Slabs, slots: Slots) -> Rows:
-    """The rows whose copies are in `slots` of a tier."""
-    found = slabs.row_of[slots]
-    rows: Rows = found[found > 0].astype(np.int64) - 1
-    return rows

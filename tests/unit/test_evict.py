@@ -6,12 +6,14 @@ import pytest
 
 from kvtier_client import errors, wire
 from kvtier_client.wire import CACHED, HELD, TIER_DRAM, TIER_NVME
+from kvtierd.core import victims
 from tests.model.harness import LIMITS, layout, refused
 from tests.unit.core_host import FULL, Fixture, Host, pack, u64
 
 
-@pytest.fixture
-def core() -> Iterator[Fixture]:
+@pytest.fixture(params=[victims.SCAN_ROWS, 0], ids=["searched anew", "search kept"])
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
+    monkeypatch.setattr(victims, "SCAN_ROWS", request.param)
     core = Fixture(Host())
     yield core
     core.host.check()
@@ -39,6 +41,28 @@ def test_cached_blocks_leave_before_held_ones(core: Fixture) -> None:
     core.evict(3)
     assert in_dram(core, cached) == []
     assert in_dram(core, core.session) == [0, 1, 2]
+
+
+def test_what_is_kept_since_the_last_search_stays(core: Fixture) -> None:
+    kept, other = session(core, "k"), session(core, "o")
+    core.store([0, 1, 2, 3], 100, session=kept, retention=CACHED)
+    core.evict(1)
+    core.client.do(wire.SetRetention, kept, 0, HELD)
+    core.store([0, 1, 2], 200, session=other, retention=CACHED)
+    core.evict(3)
+    assert len(in_dram(core, kept)) == 3
+    assert in_dram(core, other) == []
+
+
+def test_blocks_that_are_gone_since_the_last_search_are_not_evicted(core: Fixture) -> None:
+    gone = session(core, "g")
+    core.store([0, 1, 2, 3], 100, session=gone)
+    core.evict(1)
+    core.client.do(wire.CloseSession, gone)
+    values = core.store([0, 1], 200)
+    core.evict(4)
+    assert in_dram(core, core.session) == []
+    assert core.read(0, 2) == values
 
 
 def test_cached_blocks_with_a_clean_copy_leave_first(core: Fixture) -> None:
