@@ -2,9 +2,9 @@
 
 `Client` is the sync shell; the async one is `kvtier_client.aio.AsyncClient`, the admin socket's is
 `kvtier_client.admin.AdminClient`. A newcomer's map: `client.py` and `aio.py` are what callers
-hold; `ops.py`, `swap.py` and `keyed.py` are what they do; `core.py`, `leases.py` and `pool.py`
-what they know; `protocol.py` and `wire.py` what goes over the socket; `arena.py`, `records.py` and
-`cuda.py` where bytes are copied.
+hold; `ops.py`, `swap.py` and `keyed.py` are what they do; `core.py`, `leases.py`, `pool.py` and
+`ahead.py` what they know; `protocol.py` and `wire.py` what goes over the socket; `arena.py`,
+`records.py` and `cuda.py` where bytes are copied, `crew.py` by how many threads.
 
 The names below are loaded when they are first used, so that tools which need only a part (the
 daemon its wire, `kvtierctl` the admin client) do not pay for numpy.

@@ -70,9 +70,11 @@ class AsyncClient(ClientState):
         group: bytes | None = None,
         secret: bytes | None = None,
         prefault: bool = False,
+        copy_threads: int | None = None,
     ) -> None:
         """Prepare a client; it connects with its first call."""
-        super().__init__(new_core(socket_path, name, deadline_s, group, secret, prefault))
+        core = new_core(socket_path, name, deadline_s, group, secret, prefault, copy_threads)
+        super().__init__(core)
         self._driver = AsyncDriver(self._core)
         self._run = self._driver.run
 

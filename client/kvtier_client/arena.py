@@ -108,6 +108,17 @@ def runs(offsets: Offsets, slot_bytes: int) -> list[tuple[int, int, int]]:
     return list(zip(starts.tolist(), counts.tolist(), offsets[starts].tolist(), strict=True))
 
 
+def cut_runs(
+    whole: list[tuple[int, int, int]], most: int, slot_bytes: int
+) -> list[tuple[int, int, int]]:
+    """The same runs, in pieces of at most `most` slots."""
+    return [
+        (first + k, min(most, count - k), offset + k * slot_bytes)
+        for first, count, offset in whole
+        for k in range(0, count, most)
+    ]
+
+
 def unpack_offsets(packed: bytes) -> Offsets:
     """Packed u64 as an array. Errors: ProtocolError when it is cut off."""
     if len(packed) % 8:

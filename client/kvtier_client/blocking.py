@@ -24,7 +24,7 @@ from kvtier_client.link import (
     receive,
 )
 from kvtier_client.protocol import Pending, Phase, ended
-from kvtier_client.single import Single, ask_one, read_one, write_one
+from kvtier_client.single import Single, ask_one, copy_ahead, read_ahead, read_one, write_one
 
 SEND_STALL_S: Final = 30.0
 """A daemon that takes no bytes for so long is taken for gone."""
@@ -94,17 +94,34 @@ class Driver:
     def in_now(self, single: Single, wait_s: float) -> int | None:
         """As `single.in_one`, without the steps of an operation."""
         self._check()
+        core = self.core
+        ahead = core.ahead
+        window = ahead.awaited(single)
+        if window is not None:
+            self.flush()
+            self.wait((window,), core.deadline_s)
+        taken = ahead.take(single)
+        if taken is not None:
+            try:
+                if core.protocol.urgent:
+                    self.flush()
+                copy_ahead(single, *taken)
+            finally:
+                ahead.leave(taken[0])
+            tokens = read_ahead(single, taken[0])
+            if tokens is not None:
+                return tokens
         timeout_s = ask_one(single, wait_s)
         try:
             self.flush()
             self.wait((single.pending,), timeout_s)
         except BaseException:
-            self.core.abandon(single.pending)
+            core.abandon(single.pending)
             raise
         try:
             return read_one(single)
         finally:
-            if self.core.protocol.urgent:
+            if core.protocol.urgent:
                 self.flush()
 
     def _pause(self, effect: Any) -> None:
@@ -224,6 +241,7 @@ class Driver:
         pace = self._pace
         try:
             while self._sock is None:
+                self._check()
                 self._rest(pace.delay_s(self.core.now_s()), deadline_s)
                 try:
                     self._greet(deadline_s)
@@ -320,6 +338,7 @@ class Driver:
         with self._changed:
             self.core.fail_all(ConnectionLost("this client was closed"))
             self._changed.notify_all()
+        self.core.crew.close()
 
 
 def _keep(ref: "weakref.ref[Driver]", closed: threading.Event) -> None:

@@ -50,14 +50,18 @@ class Client(ClientState):
         group: bytes | None = None,
         secret: bytes | None = None,
         prefault: bool = False,
+        copy_threads: int | None = None,
     ) -> None:
         """Prepare a client; it connects with its first call.
 
         `deadline_s` bounds every wait for the daemon (not a whole copy, which may be many waits).
         Clients that give the same `group` and `secret` (16 bytes each) share leases. `prefault`
-        enters the arena into the page table at once, so that first copies do not fault.
+        enters the arena into the page table at once, so that first copies do not fault. Copies of
+        a few MiB and more are shared by `copy_threads` threads, the calling one among them; usually
+        by one for each core that the process may use, at most 4.
         """
-        super().__init__(new_core(socket_path, name, deadline_s, group, secret, prefault))
+        core = new_core(socket_path, name, deadline_s, group, secret, prefault, copy_threads)
+        super().__init__(core)
         self._driver = Driver(self._core)
         self._run = self._driver.run
 
@@ -70,6 +74,7 @@ class Client(ClientState):
     def close(self) -> None:
         """Give everything back and close the connection; sessions stay with the daemon.
 
+        Copies of other threads end before their slots go back; their calls raise ConnectionLost.
         Errors: the first failure of a one-way commit that no `flush` has told.
         """
         core, driver = self._core, self._driver
@@ -288,7 +293,10 @@ class Session(SessionState):
         """Copy pages of a branch into records, in windows; returns each block's valid tokens.
 
         Records as for `swap_out`; a callable is `drain(views, i, j)`. On an error, records hold
-        nothing that may be used. Errors: BlockLost, ChecksumMismatch (with `pages`); ArenaFull.
+        nothing that may be used. Arrays of one block each, read page after page, are read ahead:
+        what this client prunes or closes is never read any more, what another process of its group
+        prunes may be for a second (`ahead.AHEAD_LIFE_S`).
+        Errors: BlockLost, ChecksumMismatch (with `pages`); ArenaFull.
         """
         if type(pages) is int:
             one = single_of(self._session, layout, node, pages, records)

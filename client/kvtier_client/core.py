@@ -12,8 +12,10 @@ from typing import Any, Final
 import msgspec
 
 from kvtier_client import wire
+from kvtier_client.ahead import CHANGES, ReadAhead
 from kvtier_client.arena import Arena
 from kvtier_client.cost import CostModel
+from kvtier_client.crew import Crew
 from kvtier_client.errors import ConnectionLost, KvtierError
 from kvtier_client.leases import Lease, RegisteredLayout, Renewal
 from kvtier_client.pool import SlotPool
@@ -57,6 +59,7 @@ class Counters:
         self.swapped_in_bytes = 0
         self.put_bytes = 0
         self.got_bytes = 0
+        self.read_ahead_blocks = 0
         self.requests = 0
         self.reconnects = 0
         self.repeated_windows = 0
@@ -73,12 +76,20 @@ class Core:
     """The state of one client."""
 
     def __init__(
-        self, path: str, name: str, group: bytes, secret: bytes, deadline_s: float, prefault: bool
+        self,
+        path: str,
+        name: str,
+        group: bytes,
+        secret: bytes,
+        deadline_s: float,
+        prefault: bool,
+        copy_threads: int,
     ) -> None:
         self.path = path
         self.deadline_s = deadline_s
         self.prefault = prefault
         self.lock = threading.RLock()
+        self.crew = Crew(copy_threads)
         self.protocol = Protocol(name, group, secret)
         self.arena: Arena | None = None
         self.integrity = "spill"
@@ -90,6 +101,7 @@ class Core:
         self.leases: dict[int, Lease] = {}
         self.tickets: dict[int, Pending] = {}
         self.pools: dict[bytes, SlotPool] = {}
+        self.ahead = ReadAhead(self)
         self.failures: deque[KvtierError] = deque(maxlen=FAILURES_LIMIT)
         self.now_s = time.monotonic
         self._pid = os.getpid()
@@ -106,7 +118,9 @@ class Core:
             if lease is not None:
                 lease.unsettled += 1
             self.stats.requests += 1
-            return self.protocol.submit(kind(self.protocol.next_id(), *fields), lease)
+            request = kind(self.protocol.next_id(), *fields)
+            self.before(request)
+            return self.protocol.submit(request, lease)
 
     def send_oneway(
         self,
@@ -121,7 +135,13 @@ class Core:
                 lease.unsettled += 1
             self.stats.requests += 1
             request = kind(self.protocol.next_id(), *fields)
+            self.before(request)
             return self.protocol.submit(request, lease, oneway=True, lazily=lazily)
+
+    def before(self, request: wire.Request) -> None:
+        """Nothing of a session that a request changes is read from what was leased before."""
+        if self.ahead.streams and type(request) in CHANGES:
+            self.ahead.drop(request.session)  # type: ignore[attr-defined]
 
     def abandon(self, pending: Pending) -> None:
         """Nobody waits for `pending` any more; what it was granted is given back."""
@@ -204,6 +224,11 @@ class Core:
             lease.close()
             return pending
 
+    def copying(self) -> bool:
+        """Whether any operation is copying from or to leased slots."""
+        with self.lock:
+            return any(lease.busy for lease in self.leases.values())
+
     def limits(self) -> wire.Limits:
         """The daemon's limits. Errors: ConnectionLost before the first connection."""
         if self.protocol.limits is None:
@@ -241,6 +266,7 @@ class Core:
             elif isinstance(event, wire.Pressure):
                 self.stats.pressure = event.level > 0
                 if event.level > 0:
+                    self.ahead.drop()
                     for pool in self.pools.values():
                         pool.retire(self)
             else:
@@ -257,6 +283,7 @@ class Core:
                 self.leases[id].lost = True
         if self.greeting.done:
             self.stats.reconnects += 1
+            self.ahead.drop()
             for number, ticket in list(self.tickets.items()):
                 del self.tickets[number]  # prefetches die with the daemon's life
                 ticket.end(wire.Ready(0, welcome.boot, 0, number, 0, 0))
@@ -264,6 +291,7 @@ class Core:
             self.greeting.end(welcome)
 
     def _revoke(self, id: int) -> None:
+        self.ahead.revoked(id)
         lease = self.leases.get(id)
         if lease is None:
             return
@@ -283,6 +311,7 @@ class Core:
                     self.renew(lease, 0.0)
             for pool in self.pools.values():
                 pool.tidy(self, now_s)
+            self.ahead.tidy(now_s)
 
     def fail_all(self, error: KvtierError) -> None:
         """End everything that waits (the client closes)."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvtier_client.arena import Arena, Bytes
+from kvtier_client.crew import Crew
 from kvtier_client.errors import InvalidArgument
 from kvtier_client.records import Slots
 
@@ -129,11 +130,14 @@ class CudaCopier:
         with torch.cuda.device(self.device):
             self._ready = torch.cuda.current_stream().record_event()
 
-    def store(self, slots: Slots, i: int) -> None:
+    def prepare(self) -> None:
+        """As `Copier.prepare`: the tensors were looked at before their stream was asked."""
+
+    def store(self, slots: Slots, i: int, crew: Crew) -> None:
         """As `Copier.store`: device to host, complete when it returns."""
         self._copy(slots, i, to_host=True)
 
-    def load(self, slots: Slots, i: int) -> None:
+    def load(self, slots: Slots, i: int, crew: Crew) -> None:
         """As `Copier.load`: host to device, complete when it returns."""
         self._copy(slots, i, to_host=False)
 

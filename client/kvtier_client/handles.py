@@ -9,6 +9,8 @@ from kvtier_client import wire
 from kvtier_client.arena import Arena, Bytes, Offsets
 from kvtier_client.core import Core, Counters
 from kvtier_client.cost import CostModel
+from kvtier_client.crew import usual_threads
+from kvtier_client.errors import InvalidArgument
 from kvtier_client.leases import Lease
 from kvtier_client.ops import SessionCore
 from kvtier_client.protocol import Pending
@@ -148,8 +150,14 @@ def new_core(
     group: bytes | None,
     secret: bytes | None,
     prefault: bool,
+    copy_threads: int | None,
 ) -> Core:
-    """The state of a new client; a group of its own unless one is given."""
+    """The state of a new client; a group of its own unless one is given.
+
+    Errors: InvalidArgument for less than one copy thread.
+    """
+    if copy_threads is not None and copy_threads < 1:
+        raise InvalidArgument(f"copy_threads {copy_threads}: the caller's own thread is the first")
     return Core(
         os.fspath(socket_path),
         name or f"pid-{os.getpid()}",
@@ -157,4 +165,5 @@ def new_core(
         os.urandom(16) if secret is None else secret,
         deadline_s,
         prefault,
+        usual_threads() if copy_threads is None else copy_threads,
     )

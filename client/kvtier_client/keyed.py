@@ -99,14 +99,15 @@ def _put_window(
         return 0
     lease = core.granted(known, granted, True, asked_s)
     count = len(lease.offsets)
-    lease.copying = True
+    lease.begin()
     try:
         index = np.frombuffer(granted.index, "<u4")
         source = copier(
             _subset(records, index.tolist(), first), count, known.block_bytes, writable=False
         )
+        source.prepare()
         slots = lease.slots(0, count)
-        yield Run(lambda: source.store(slots, 0), count * known.block_bytes)
+        yield Run(lambda: source.store(slots, 0, core.crew), count * known.block_bytes)
         places = np.arange(count, dtype="<u4")
         chosen = np.frombuffer(keys, "V16")[index].tobytes()
         lease.named_blocks = count
@@ -131,6 +132,7 @@ def get_keys(core: Core, layout: LayoutRef, keys: Any, records: Records, wait_s:
     packed = join_keys(keys)
     n = len(packed) // 16
     target = copier(records, n, known.block_bytes, writable=True)
+    target.prepare()
     hits, step = 0, core.limits().blocks_per_request
     for _ in range(n + WINDOW_ATTEMPTS):
         if hits == n:
@@ -158,13 +160,13 @@ def _get_window(
     lease = core.granted(
         known, check_window(granted, len(keys) // 16), write=False, asked_s=asked_s
     )
-    lease.copying = True
+    lease.begin()
     got = len(lease.offsets)
     try:
         if lease.checksums:
             yield Run(lambda: verify(lease, first), got * known.block_bytes)
         slots = lease.slots(0, got)
-        yield Run(lambda: target.load(slots, first), got * known.block_bytes)
+        yield Run(lambda: target.load(slots, first, core.crew), got * known.block_bytes)
         whole = not lease.lost
     finally:
         core.end_lease(lease)

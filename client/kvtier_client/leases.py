@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvtier_client import wire
 from kvtier_client.arena import Arena, Bytes, Offsets, unpack_offsets
-from kvtier_client.errors import InvalidArgument, LeaseExpired, ProtocolError
+from kvtier_client.errors import ConnectionLost, InvalidArgument, LeaseExpired, ProtocolError
 from kvtier_client.protocol import Pending
 from kvtier_client.records import Slots
 
@@ -118,6 +118,18 @@ class Lease:
         """Whether half of its life is over and nobody asked for more yet."""
         gone = self.renewing or self.closed or self.lost or self.revoked
         return now_s > self.renew_s and not gone
+
+    def begin(self) -> None:
+        """A copy from or to its slots begins. Errors: ConnectionLost when the client closed."""
+        with self.core.lock:
+            if self.closed:
+                raise ConnectionLost("this client was closed")
+            self.copying = True
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation of this client is copying from or to its slots."""
+        return self.users > 0 or (self.copying and not self.closed)
 
     @property
     def unfinished(self) -> bool:

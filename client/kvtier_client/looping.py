@@ -112,6 +112,7 @@ class AsyncDriver:
         assert self._loop is not None
         if ended(pendings):
             return
+        self._check()
         done: asyncio.Future[None] = self._loop.create_future()
 
         def check() -> None:
@@ -302,6 +303,7 @@ class AsyncDriver:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
         self._connector = self._keeper = None
+        await asyncio.to_thread(self.core.crew.close)
 
 
 def _set(ready: "asyncio.Future[Any]") -> None:

@@ -412,14 +412,21 @@ def ticket_cancel(core: Core, number: int) -> Op[None]:
 def close(core: Core, timeout_s: float) -> Op[None]:
     """Give everything back before the connection is closed.
 
-    Only one-way commits are worth the whole `timeout_s`: leases end with the client anyway.
+    Copies of other threads or tasks end first; one that takes longer than `timeout_s` keeps its
+    slots. Beside them only one-way commits are worth so much time: leases end with the client.
     Errors: the first failure of a one-way commit that no flush has told.
     """
     with core.lock:
+        core.ahead.drop()
         for pool in core.pools.values():
             pool.retire(core)
+    deadline_s = core.now_s() + timeout_s
+    while core.copying() and core.now_s() < deadline_s:
+        yield Pause(FLUSH_PAUSE_S)
+    with core.lock:
         for lease in list(core.leases.values()):
-            core.end_lease(lease)
+            if not lease.busy:
+                core.end_lease(lease)
         waiting = core.protocol.unacked
     commits = any(isinstance(one.request, wire.Commit | wire.CommitKeys) for one in waiting)
     yield from flush(core, timeout_s if commits else GIVE_BACK_TIMEOUT_S)
@@ -427,6 +434,26 @@ def close(core: Core, timeout_s: float) -> Op[None]:
 
 
 # ------------------------------------------------------------------- values
+
+
+def neighbours(pages: Any) -> tuple[int, int] | None:
+    """The first page and how many, when it is plain that they are neighbours; else None.
+
+    Errors: InvalidArgument for a page that is no u32.
+    """
+    if type(pages) is int:
+        first, last = pages, pages + 1
+    elif type(pages) is tuple and len(pages) == 2:
+        first, last = int(pages[0]), int(pages[1])
+    elif type(pages) is range and pages.step == 1:
+        first, last = pages.start, pages.stop
+    else:
+        return None
+    if last <= first:
+        return 0, 0
+    if first < 0 or last > 0x1_0000_0000:
+        raise InvalidArgument(f"pages {first}..{last} are not in 0..2**32-1")
+    return first, last - first
 
 
 def page_numbers(pages: Any) -> tuple[int, bytes]:

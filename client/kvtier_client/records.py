@@ -8,16 +8,19 @@ tensors are known by their methods, so torch is never imported for them; CUDA te
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
-from kvtier_client.arena import Arena, Bytes, Offsets, runs
+from kvtier_client.arena import Arena, Bytes, Offsets, cut_runs, runs
+from kvtier_client.crew import PIECE_BYTES, Crew
 from kvtier_client.errors import InvalidArgument
 
 Records = Any
 """An array or tensor [n, ...], a sequence of n buffers, or `callable(views, i, j)`."""
 Handler = Callable[[list[Bytes], int, int], None]
+ALONE_BYTES: Final = 64 << 10
+"""Scattered records smaller than this are copied by one thread: they would wait for each other."""
 
 
 class Slots:
@@ -35,15 +38,21 @@ class Slots:
 class Copier(Protocol):
     """Copies blocks `i .. i+len(slots)` between records and slots; returns when bytes are there."""
 
-    def store(self, slots: Slots, i: int) -> None:
+    def prepare(self) -> None:
+        """Look at every record, while its slots are being asked for. Errors: InvalidArgument."""
+
+    def store(self, slots: Slots, i: int, crew: Crew) -> None:
         """Records to slots."""
 
-    def load(self, slots: Slots, i: int) -> None:
+    def load(self, slots: Slots, i: int, crew: Crew) -> None:
         """Slots to records."""
 
 
 class MatrixCopier:
-    """Records that lie at one distance from each other. Shapes: matrix [n, block_bytes]."""
+    """Small records that lie at one distance from each other, copied by runs of slots.
+
+    Shapes: matrix [n, block_bytes].
+    """
 
     __slots__ = ("matrix", "owner")
 
@@ -51,43 +60,88 @@ class MatrixCopier:
         self.matrix = matrix
         self.owner = owner
 
-    def store(self, slots: Slots, i: int) -> None:
-        """As `Copier.store`."""
-        if len(slots.offsets) == 1:
-            np.copyto(slots.arena.block(int(slots.offsets[0]), slots.block_bytes), self.matrix[i])
-            return
-        for first, count, offset in runs(slots.offsets, slots.slot_bytes):
-            view = slots.arena.matrix(offset, count, slots.block_bytes, slots.slot_bytes)
-            np.copyto(view, self.matrix[i + first : i + first + count])
+    def prepare(self) -> None:
+        """As `Copier.prepare`: there is nothing left to look at."""
 
-    def load(self, slots: Slots, i: int) -> None:
+    def store(self, slots: Slots, i: int, crew: Crew) -> None:
+        """As `Copier.store`."""
+        self._copy(slots, i, crew, to_slots=True)
+
+    def load(self, slots: Slots, i: int, crew: Crew) -> None:
         """As `Copier.load`."""
-        if len(slots.offsets) == 1:
-            np.copyto(self.matrix[i], slots.arena.block(int(slots.offsets[0]), slots.block_bytes))
-            return
-        for first, count, offset in runs(slots.offsets, slots.slot_bytes):
-            view = slots.arena.matrix(offset, count, slots.block_bytes, slots.slot_bytes)
-            np.copyto(self.matrix[i + first : i + first + count], view)
+        self._copy(slots, i, crew, to_slots=False)
+
+    def _copy(self, slots: Slots, i: int, crew: Crew, to_slots: bool) -> None:
+        arena, block_bytes, slot_bytes = slots.arena, slots.block_bytes, slots.slot_bytes
+        pieces = cut_runs(runs(slots.offsets, slot_bytes), PIECE_BYTES // block_bytes, slot_bytes)
+
+        def one(piece: int) -> None:
+            first, count, offset = pieces[piece]
+            view = arena.matrix(offset, count, block_bytes, slot_bytes)
+            rows = self.matrix[i + first : i + first + count]
+            if to_slots:
+                np.copyto(view, rows)
+            else:
+                np.copyto(rows, view)
+
+        crew.run(len(pieces), len(slots.offsets) * block_bytes, one)
 
 
 class RowsCopier:
-    """Records scattered in memory. Shapes: each row [block_bytes]."""
+    """Records copied one by one; large ones are cut. Shapes: each row [block_bytes]."""
 
-    __slots__ = ("owner", "rows")
+    __slots__ = ("block_bytes", "owner", "rows", "writable")
 
-    def __init__(self, rows: list[Bytes], owner: object = None) -> None:
+    def __init__(
+        self, rows: Sequence[Any] | Bytes, block_bytes: int, writable: bool, owner: object = None
+    ) -> None:
         self.rows = rows
+        self.block_bytes = block_bytes
+        self.writable = writable
         self.owner = owner
 
-    def store(self, slots: Slots, i: int) -> None:
-        """As `Copier.store`."""
-        for row, view in enumerate(slots.arena.blocks(slots.offsets, slots.block_bytes), i):
-            np.copyto(view, self.rows[row])
+    def prepare(self) -> None:
+        """As `Copier.prepare`."""
+        if not isinstance(self.rows, np.ndarray):
+            size, writable = self.block_bytes, self.writable
+            self.rows = [_row(record, size, writable) for record in self.rows]
 
-    def load(self, slots: Slots, i: int) -> None:
+    def store(self, slots: Slots, i: int, crew: Crew) -> None:
+        """As `Copier.store`."""
+        starts, memory, rows = slots.offsets.tolist(), slots.arena.bytes, self.rows
+
+        def one(k: int, lo: int, hi: int) -> None:
+            start = starts[k]
+            np.copyto(memory[start + lo : start + hi], rows[i + k][lo:hi])
+
+        _by_block(slots, crew, one)
+
+    def load(self, slots: Slots, i: int, crew: Crew) -> None:
         """As `Copier.load`."""
-        for row, view in enumerate(slots.arena.blocks(slots.offsets, slots.block_bytes), i):
-            np.copyto(self.rows[row], view)
+        starts, memory, rows = slots.offsets.tolist(), slots.arena.bytes, self.rows
+
+        def one(k: int, lo: int, hi: int) -> None:
+            start = starts[k]
+            np.copyto(rows[i + k][lo:hi], memory[start + lo : start + hi])
+
+        _by_block(slots, crew, one)
+
+
+def _by_block(slots: Slots, crew: Crew, one: Callable[[int, int, int], None]) -> None:
+    """Call `one(k, lo, hi)` for all bytes of all slots, each time for a part of slot `k`."""
+    count, size = len(slots.offsets), slots.block_bytes
+    if size < ALONE_BYTES:
+        for k in range(count):
+            one(k, 0, size)
+        return
+    cuts = max(1, size // PIECE_BYTES)
+    step = -(-size // cuts)
+
+    def piece(m: int) -> None:
+        k, cut = divmod(m, cuts)
+        one(k, cut * step, min(size, (cut + 1) * step))
+
+    crew.run(count * cuts, count * size, piece)
 
 
 class CallableCopier:
@@ -98,12 +152,15 @@ class CallableCopier:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
 
-    def store(self, slots: Slots, i: int) -> None:
+    def prepare(self) -> None:
+        """As `Copier.prepare`: its records are its own."""
+
+    def store(self, slots: Slots, i: int, crew: Crew) -> None:
         """As `Copier.store`."""
         views = slots.arena.blocks(slots.offsets, slots.block_bytes)
         self.handler(views, i, i + len(views))
 
-    def load(self, slots: Slots, i: int) -> None:
+    def load(self, slots: Slots, i: int, crew: Crew) -> None:
         """As `Copier.load`."""
         views = slots.arena.blocks(slots.offsets, slots.block_bytes)
         for view in views:
@@ -114,6 +171,7 @@ class CallableCopier:
 def copier(records: Records, n: int, block_bytes: int, writable: bool) -> Copier:
     """The way to copy `n` records of `block_bytes` each.
 
+    What costs time for each record is left to `Copier.prepare`.
     Errors: InvalidArgument when number, size, contiguity or writability do not fit.
     """
     if isinstance(records, np.ndarray):
@@ -140,10 +198,13 @@ def _from_array(
             "they must have exactly one block_bytes for every page"
         )
     if array.flags.c_contiguous:
-        return MatrixCopier(array.reshape(-1).view(np.uint8).reshape(n, block_bytes), owner)
+        matrix = array.reshape(-1).view(np.uint8).reshape(n, block_bytes)
+        if block_bytes < PIECE_BYTES:
+            return MatrixCopier(matrix, owner)
+        return RowsCopier(matrix, block_bytes, writable, owner)
     if array.shape[0] != n:
         raise InvalidArgument("records must be contiguous, or have one first-axis entry per block")
-    return RowsCopier([_row(one, block_bytes, writable) for one in array], owner)
+    return RowsCopier(list(array), block_bytes, writable, owner)
 
 
 def _from_sequence(records: Sequence[Any], n: int, block_bytes: int, writable: bool) -> Copier:
@@ -151,8 +212,7 @@ def _from_sequence(records: Sequence[Any], n: int, block_bytes: int, writable: b
         raise InvalidArgument(f"{len(records)} records for {n} pages: give one for each page")
     if n and _is_cuda(records[0]):
         return _cuda(records, n, block_bytes)
-    rows = [_row(record, block_bytes, writable) for record in records]
-    return RowsCopier(rows, records)
+    return RowsCopier(records, block_bytes, writable)
 
 
 def _row(record: Any, block_bytes: int, writable: bool) -> Bytes:

@@ -11,9 +11,9 @@ import numpy as np
 from kvtier_client import wire
 from kvtier_client.arena import Bytes
 from kvtier_client.core import Core
-from kvtier_client.effects import Op, Wait
+from kvtier_client.effects import Op, Run, Wait
 from kvtier_client.errors import LeaseExpired
-from kvtier_client.leases import RegisteredLayout
+from kvtier_client.leases import Lease, RegisteredLayout
 from kvtier_client.ops import LayoutRef, SessionCore
 from kvtier_client.pool import SlotPool, pool_blocks
 from kvtier_client.protocol import Pending, Phase
@@ -29,7 +29,7 @@ UNSETTLED_LIMIT: Final = 256
 class Single:
     """One block: where it belongs, and the caller's memory."""
 
-    __slots__ = ("core", "layout", "node", "page", "pending", "row", "session")
+    __slots__ = ("core", "layout", "node", "page", "pending", "place", "row", "session")
 
     def __init__(
         self, session: SessionCore, layout: RegisteredLayout, node: int, page: int, row: Bytes
@@ -40,6 +40,8 @@ class Single:
         self.node = node
         self.page = page
         self.row = row
+        self.place = (session.id, node, layout.fingerprint)
+        """What is read ahead together."""
         self.pending: Pending
         """The request of a swap-in."""
 
@@ -114,6 +116,7 @@ def write_one(single: Single, valid: int, retention: int, ack: bool) -> Pending 
                 index.to_bytes(4, "little"), single.page.to_bytes(4, "little"),
                 valid.to_bytes(4, "little"), retention,
             )  # fmt: skip
+            core.before(request)
             lazily = not ack and not core.stats.pressure
             return protocol.submit(request, lease, oneway=not ack, lazily=lazily)
     finally:
@@ -152,6 +155,7 @@ def ask_one(single: Single, wait_s: float) -> float:
             single.layout.fingerprint, single.page, 1, wait_s,
         )  # fmt: skip
         single.pending = protocol.submit(request)
+        core.ahead.follow(single)
     return core.deadline_s + wait_s
 
 
@@ -182,12 +186,41 @@ def read_one(single: Single) -> int | None:
     return int.from_bytes(reply.valid, "little")
 
 
+def copy_ahead(single: Single, lease: Lease, k: int) -> None:
+    """Copy a block out of a window."""
+    start = lease.offsets.item(k)
+    np.copyto(single.row, lease.arena.bytes[start : start + single.layout.block_bytes])
+
+
+def read_ahead(single: Single, lease: Lease) -> int | None:
+    """The valid tokens of a block that was copied out of a window; None for the plain way."""
+    core = single.core
+    if lease.lost or core.protocol.phase is not Phase.READY:
+        return None  # the daemon restarted while the bytes were copied
+    core.stats.swapped_in_bytes += single.layout.block_bytes
+    core.stats.read_ahead_blocks += 1
+    return single.layout.layout.block_tokens
+
+
 def in_one(single: Single, wait_s: float) -> Op[int | None]:
     """Swap one block in; its valid tokens, or None when the long way must be taken."""
+    core = single.core
+    window = core.ahead.awaited(single)
+    if window is not None:
+        yield Wait((window,), core.deadline_s)
+    taken = core.ahead.take(single)
+    if taken is not None:
+        try:
+            yield Run(lambda: copy_ahead(single, *taken), single.layout.block_bytes)
+        finally:
+            core.ahead.leave(taken[0])
+        tokens = read_ahead(single, taken[0])
+        if tokens is not None:
+            return tokens
     timeout_s = ask_one(single, wait_s)
     try:
         yield Wait((single.pending,), timeout_s)
     except BaseException:
-        single.core.abandon(single.pending)
+        core.abandon(single.pending)
         raise
     return read_one(single)

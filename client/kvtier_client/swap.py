@@ -25,6 +25,7 @@ from kvtier_client.ops import (
     SessionCore,
     checksums,
     flush,
+    neighbours,
     page_numbers,
     reserve,
     session_layout,
@@ -69,26 +70,42 @@ class OutJob:
     """One swap-out: what goes where."""
 
     __slots__ = (
-        *("ack", "core", "copier", "deadline_s", "draw", "layout", "n"),
+        *("ack", "core", "copier", "deadline_s", "draw", "first", "layout", "n"),
         *("node", "pages", "retention", "scattered", "session", "valid"),
     )
 
     def __init__(
-        self, session: SessionCore, layout: RegisteredLayout, n: int, pages: bytes, valid: bytes
+        self, session: SessionCore, layout: RegisteredLayout, pages: Any, valid: Any
     ) -> None:
         self.core = session.core
         self.session = session
         self.layout = layout
-        self.n = n
-        self.pages = pages
-        self.valid = valid
+        self.first = -1
+        """The first page, while `pages` are neighbours that are not packed yet."""
+        self.pages = b""
+        self.scattered = False
+        self.valid: Any = valid
+        run = neighbours(pages)
+        if run is None:
+            self.n, self.pages = page_numbers(pages)
+            self.valid = pack_u32(valid, "valid", self.n)
+            self.scattered = not rising(self.pages)
+        else:
+            self.first, self.n = run
         self.node = 0
         self.retention = wire.HELD
         self.ack = True
-        self.scattered = n > 1 and not rising(pages)
         self.deadline_s = 0.0
         self.draw: Lease | None = None
         self.copier: Copier
+
+    def prepare(self) -> None:
+        """What can wait until the first slots are asked for. Errors: InvalidArgument."""
+        self.copier.prepare()
+        if self.first >= 0:
+            self.pages = np.arange(self.first, self.first + self.n, dtype="<u4").tobytes()
+            self.valid = pack_u32(self.valid, "valid", self.n)
+            self.first = -1
 
     def send_commit(self, lease: Lease, first: int, i: int, j: int) -> Pending:
         """Name slots `first..` of a lease as blocks `i..j` of the job."""
@@ -118,7 +135,9 @@ class OutJob:
     def copy(self, lease: Lease, first: int, i: int, j: int) -> Op[None]:
         """Copy blocks `i..j` into slots `first..` of a lease."""
         slots = lease.slots(first, j - i)
-        yield Run(lambda: self.copier.store(slots, i), (j - i) * self.layout.block_bytes)
+        yield Run(
+            lambda: self.copier.store(slots, i, self.core.crew), (j - i) * self.layout.block_bytes
+        )
 
 
 def swap_out(
@@ -140,8 +159,8 @@ def swap_out(
         single = single_of(session, layout, node, pages, records)
         if single is not None and (yield from out_one(single, valid, retention, ack)):
             return
-    n, packed = page_numbers(pages)
-    job = OutJob(session, known, n, packed, pack_u32(valid, "valid", n))
+    job = OutJob(session, known, pages, valid)
+    n = job.n
     if n == 0:
         return
     job.node, job.retention, job.ack, job.draw = node, retention, ack, draw
@@ -171,6 +190,7 @@ def swap_out(
 def _out_pooled(job: OutJob, pool: SlotPool) -> Op[bool]:
     """Swap out through pre-granted slots; False when the plain way must be taken."""
     core = job.core
+    job.prepare()
     with core.lock:
         taken = pool.take(core, job.n)
         refill = None if taken is not None else pool.ask(core)
@@ -250,12 +270,13 @@ def _out_windows(job: OutJob, windows: list[tuple[int, int]]) -> Op[list[tuple[i
     commits: list[tuple[tuple[int, int], Pending]] = []
     ask: Ask | None = _out_ask(job, *windows[0])
     try:
+        yield Run(job.prepare, 0)  # while the first request is on its way
         for k, (i, j) in enumerate(windows):
             assert ask is not None
             lease = yield from _out_lease(job, ask, i, j)
             ask = _out_ask(job, *windows[k + 1]) if k + 1 < len(windows) else None
             started_s = core.now_s()
-            lease.copying = True
+            lease.begin()
             try:
                 yield from job.copy(lease, 0, i, j)
                 commits.append(((i, j), job.send_commit(lease, 0, i, j)))
@@ -346,22 +367,33 @@ def swap_in(
             tokens = yield from in_one(single, wait_s)
             if tokens is not None:
                 return np.array([tokens], np.uint32)
-    n, packed = page_numbers(pages)
+    runs = page_runs(pages)
+    n = sum(count for _, count in runs)
     job = InJob(session, known, node, core.now_s() + wait_s)
     job.valid = np.empty(n, np.uint32)
     if n == 0:
         return job.valid
     job.copier = copier(records, n, known.block_bytes, True)
-    if n == 1:
-        yield from _in_run(job, 0, int.from_bytes(packed, "little"), 1)
-    else:
-        numbers = np.frombuffer(packed, "<u4")
-        starts = np.flatnonzero(np.diff(numbers.astype(np.int64)) != 1) + 1
-        bounds = [0, *starts.tolist(), n]
-        for i, j in itertools.pairwise(bounds):
-            yield from _in_run(job, i, int(numbers[i]), j - i)
+    i = 0
+    for first, count in runs:
+        yield from _in_run(job, i, first, count)
+        i += count
     core.stats.swapped_in_bytes += n * known.block_bytes
     return job.valid
+
+
+def page_runs(pages: Any) -> list[tuple[int, int]]:
+    """Runs of neighbours among pages: the first of each and how many."""
+    run = neighbours(pages)
+    if run is not None:
+        return [run]
+    n, packed = page_numbers(pages)
+    if n == 0:
+        return []
+    numbers = np.frombuffer(packed, "<u4")
+    starts = np.flatnonzero(np.diff(numbers.astype(np.int64)) != 1) + 1
+    bounds = [0, *starts.tolist(), n]
+    return [(int(numbers[i]), j - i) for i, j in itertools.pairwise(bounds)]
 
 
 def _in_run(job: InJob, i: int, first: int, count: int) -> Op[None]:
@@ -371,6 +403,8 @@ def _in_run(job: InJob, i: int, first: int, count: int) -> Op[None]:
     done = lost = 0
     ask: Ask | None = job.ask(first, min(count, most))
     try:
+        if i == 0:
+            yield Run(job.copier.prepare, 0)  # while the first request is on its way
         while ask is not None:
             began_s = core.now_s()
             lease = yield from job.lease(ask, first + done, min(count - done, most))
@@ -401,12 +435,12 @@ def _in_window(job: InJob, lease: Lease, i: int, page: int, began_s: float) -> O
     core, got = job.core, len(lease.offsets)
     size_bytes = got * job.layout.block_bytes
     copy_s = core.now_s()
-    lease.copying = True
+    lease.begin()
     try:
         if lease.checksums:
             yield Run(lambda: verify(lease, page), size_bytes)
         slots = lease.slots(0, got)
-        yield Run(lambda: job.copier.load(slots, i), size_bytes)
+        yield Run(lambda: job.copier.load(slots, i, core.crew), size_bytes)
         whole = not lease.lost
     finally:
         core.end_lease(lease, lazily=size_bytes <= LAZY_RELEASE_BYTES and not core.stats.pressure)

@@ -102,6 +102,11 @@ class ScriptedDaemon:
     def __exit__(self, *problem: object) -> None:
         self.close()
 
+    @property
+    def reading(self) -> list[int]:
+        """The read leases that have not ended."""
+        return [lease for lease, slots in self.leases.items() if slots == [-1]]
+
     def push(self, *pushes: wire.Reply) -> None:
         """Send pushes before the next reply."""
         self.pushes.extend(pushes)
@@ -261,6 +266,20 @@ class ScriptedDaemon:
         for place in gone:
             self.free.append(self.blocks.pop(place)[0])
         return self._done(request, len(gone))
+
+    def on_Fork(self, request: wire.Fork) -> wire.Reply:  # noqa: N802
+        self._token(request.session)
+        return self._done(request)
+
+    def on_Prune(self, request: wire.Prune) -> wire.Reply:  # noqa: N802
+        gone = [p for p in self.blocks if p[:2] == (request.session, request.node)]
+        for place in gone:
+            self.free.append(self.blocks.pop(place)[0])
+        return self._done(request, len(gone))
+
+    def on_SetRetention(self, request: wire.SetRetention) -> wire.Reply:  # noqa: N802
+        self._token(request.session)
+        return self._done(request)
 
     def on_PutBlob(self, request: wire.PutBlob) -> wire.Reply:  # noqa: N802
         place = (request.session, request.node)

@@ -8,6 +8,7 @@ import torch
 
 from kvtier_client import cuda
 from kvtier_client.arena import Arena
+from kvtier_client.crew import Crew
 from kvtier_client.records import Slots, copier
 
 SIZE = 1 << 20
@@ -69,7 +70,7 @@ def test_cuda_tensors_make_the_round_trip(
     slots = Slots(arena, np.arange(20, dtype=np.uint64) * np.uint64(8192), 4096, 8192)
     out = torch.arange(20 * 1024, dtype=torch.float32, device="cuda").reshape(20, 1024)
     back = torch.zeros_like(out)
-    copier(out, 20, 4096, writable=False).store(slots, 0)
+    copier(out, 20, 4096, writable=False).store(slots, 0, Crew(1))
     assert (arena.block(19 * 8192, 4096).view(np.float32) == np.arange(19 * 1024, 20 * 1024)).all()
-    copier(back, 20, 4096, writable=True).load(slots, 0)
+    copier(back, 20, 4096, writable=True).load(slots, 0, Crew(1))
     assert torch.equal(out, back)

@@ -1,6 +1,7 @@
 """Every kind of record reaches the arena and comes back, or is refused with the reason."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from kvtier_client.arena import Arena
+from kvtier_client.crew import Crew
 from kvtier_client.errors import InvalidArgument
 from kvtier_client.records import MatrixCopier, RowsCopier, Slots, copier
 
@@ -62,12 +64,55 @@ def flat(records: Any) -> bytes:
     return bytes(records) if isinstance(records, bytes | bytearray) else records.tobytes()
 
 
+@pytest.fixture(params=[1, 3], ids=["alone", "three threads"])
+def crew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
+    """Copies of any size are shared, and cut at odd places."""
+    monkeypatch.setattr("kvtier_client.crew.SHARED_BYTES", 0)
+    monkeypatch.setattr("kvtier_client.records.ALONE_BYTES", 0)
+    crew = Crew(request.param)
+    yield crew
+    crew.close()
+
+
 @pytest.mark.parametrize("kind", RECORDS)
-def test_records_make_the_round_trip(slots: Slots, kind: str) -> None:
+def test_records_make_the_round_trip(slots: Slots, kind: str, crew: Crew) -> None:
     source, target = RECORDS[kind]
-    copier(source, 3, BLOCK, writable=False).store(slots, 0)
-    copier(target, 3, BLOCK, writable=True).load(slots, 0)
+    away, back = copier(source, 3, BLOCK, False), copier(target, 3, BLOCK, True)
+    away.prepare()
+    back.prepare()
+    away.store(slots, 0, crew)
+    back.load(slots, 0, crew)
     assert flat(target) == flat(source)
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 5000, 4097, 1000])
+@pytest.mark.parametrize("block_bytes", [1, 999, 4096, 4099, 8192])
+def test_blocks_of_odd_sizes_are_cut_without_a_gap(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, block_bytes: int, piece_bytes: int
+) -> None:
+    monkeypatch.setattr("kvtier_client.records.PIECE_BYTES", piece_bytes)
+    fd = os.memfd_create("arena", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 64 * SLOT)
+    arena = Arena(fd, b"a" * 16, 64 * SLOT)
+    os.close(fd)
+    places = np.array([*range(20), 30, 31, 40, *range(50, 60), 25], np.uint64)
+    slots = Slots(arena, places * np.uint64(SLOT), block_bytes, SLOT)
+    n = len(places)
+    source = np.random.default_rng(0).integers(0, 256, (n + 2, block_bytes), dtype=np.uint8)
+    for scattered in (False, True):
+        arena.bytes[:] = 0
+        target = np.zeros_like(source)
+        away = copier(list(source) if scattered else source, n + 2, block_bytes, False)
+        back = copier(list(target) if scattered else target, n + 2, block_bytes, True)
+        away.prepare()
+        back.prepare()
+        away.store(slots, 2, crew)
+        back.load(slots, 2, crew)
+        assert (target[2:] == source[2:]).all()
+        assert not target[:2].any()
+        written = np.zeros_like(arena.bytes).reshape(64, SLOT)
+        written[places, :block_bytes] = source[2:]
+        assert (arena.bytes.reshape(64, SLOT) == written).all()
 
 
 def test_contiguous_records_are_copied_run_by_run() -> None:
@@ -91,4 +136,4 @@ def test_contiguous_records_are_copied_run_by_run() -> None:
 )
 def test_records_that_do_not_fit_are_refused(records: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        copier(records, 3, BLOCK, writable=True)
+        copier(records, 3, BLOCK, writable=True).prepare()

@@ -388,6 +388,26 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(
     assert daemon.seen["Reserve"] == 0
 
 
+def test_what_is_wrong_with_a_record_is_found_while_slots_are_asked_for_and_they_go_back(
+    client: Any, daemon: ScriptedDaemon, layout: wire.Layout
+) -> None:
+    session = client.open_session([layout])
+    out = list(records(8))
+    with pytest.raises(InvalidArgument, match="10 bytes"):
+        session.swap_out([*out[:7], np.zeros(10, np.uint8)], range(8), 4)
+    with pytest.raises(InvalidArgument, match="one for each"):
+        session.swap_out(out, range(8), [4] * 7)
+    session.swap_out(out, range(8), 4)
+    with pytest.raises(InvalidArgument, match="read-only"):
+        session.swap_in([*out[:7], bytes(4096)], range(8))
+    for _ in range(2):  # a grant that comes late goes back with the next call
+        session.nodes()
+    client.flush()
+    assert daemon.leases == {}
+    assert len(daemon.free) == daemon.slots - 8
+    assert client._core.protocol.held == {}
+
+
 def test_a_session_of_unknown_layout_says_what_to_do(
     shells: Shells, daemon: ScriptedDaemon, layout: wire.Layout
 ) -> None:

@@ -10,7 +10,13 @@ import torch
 
 from kvtier_client import wire
 from kvtier_client.admin import AdminClient
-from kvtier_client.errors import ArenaFull, InvalidArgument, LeaseExpired, SpillFull
+from kvtier_client.errors import (
+    ArenaFull,
+    InvalidArgument,
+    LeaseExpired,
+    SpillFull,
+    UnknownBranch,
+)
 from tests.client.shells import SHELLS, Shells
 from tests.support.daemon import ARENA_BYTES, DaemonProcess
 
@@ -80,6 +86,37 @@ def test_a_session_larger_than_the_arena(
     assert (back == out).all()
     with AdminClient(daemon.admin_path) as admin:
         assert admin.call("stats")["nvme"]["used_bytes"] > 0
+
+
+def test_pages_read_one_by_one(client: Any, daemon: DaemonProcess, layout: wire.Layout) -> None:
+    session = client.open_session([layout])
+    out = records(2 * ARENA_BLOCKS)
+    session.swap_out(out, range(len(out)), 16)
+    back = np.zeros_like(out[0])
+    for page, record in enumerate(out):
+        assert session.swap_in(back, page).tolist() == [16]
+        assert (back == record).all()
+    assert client.stats.read_ahead_blocks > len(out) // 2
+    with pytest.raises(InvalidArgument, match="not stored"):
+        session.swap_in(back, len(out))
+    session.close()
+    client.flush()
+    assert dram(daemon)["blocks"] == 0
+
+
+def test_a_pruned_page_is_not_read(client: Any, daemon: DaemonProcess, layout: wire.Layout) -> None:
+    session = client.open_session([layout])
+    session.fork(1, 0, 0)
+    session.swap_out(records(12), range(12), 16, node=1)
+    back = np.zeros_like(records(1)[0])
+    for page in range(5):
+        session.swap_in(back, page, node=1)
+    session.prune(1)
+    with pytest.raises(UnknownBranch):
+        session.swap_in(back, 5, node=1)
+    client.flush()
+    assert daemon.tenant()["leases"] == 0
+    assert dram(daemon)["blocks"] == 0
 
 
 def test_a_fork_reads_its_parent_and_prune_frees(
@@ -221,6 +258,20 @@ def test_kill_9_in_the_middle_of_a_swap_in(
 
     session.swap_in(drain, range(len(out)))
     assert (back == out).all()
+
+
+def test_kill_9_between_pages_read_one_by_one(
+    client: Any, daemon: DaemonProcess, layout: wire.Layout
+) -> None:
+    session = client.open_session([layout])
+    out = records(24)
+    session.swap_out(out, range(len(out)), 16)
+    back = np.zeros_like(out[0])
+    for page, record in enumerate(out):
+        if page in (2, 3, 9):  # nothing read ahead yet; in a window; at another one's first page
+            daemon.restart()
+        session.swap_in(back, page)
+        assert (back == record).all()
 
 
 def test_one_way_commits_are_not_lost_by_kill_9(
