@@ -27,12 +27,14 @@ def _run(config: Config, path: str | None, *, discard_dram: bool, ephemeral: boo
         format="%(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    gc.disable()  # a start makes much, and nothing of it is garbage
     try:
         parts = start(config, discard_dram=discard_dram)
     except StartError as error:
         click.echo(f"kvtierd: {error}", err=True)
         return EXIT_START
     gc.freeze()  # what the start has made stays; collections need not look at it
+    gc.enable()
     gc.set_threshold(*GC_THRESHOLDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(Daemon(config, parts, path, keep_memory=not ephemeral).serve())

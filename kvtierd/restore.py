@@ -1,7 +1,10 @@
 """From what the media and the catalog hold to what the core rebuilds its tables from."""
 
 import logging
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,29 +12,54 @@ from numpy.typing import NDArray
 from kvtier_client.wire import HELD
 from kvtierd.catalog.rows import CatalogSnapshot, SessionRecord
 from kvtierd.core.blocks import Slots
+from kvtierd.core.found import Found, FoundNode, FoundSession
 from kvtierd.core.leases import Member
 from kvtierd.core.reclaim import FoundMember
-from kvtierd.core.recover import (
-    Found,
-    FoundNode,
-    FoundSession,
-    Outcome,
-    Recovery,
-    adopt_slabs,
-    join,
-)  # fmt: skip
+from kvtierd.core.recover import Outcome, Recovery, adopt_slabs
 from kvtierd.core.slabs import CLEARING, Slabs, word
 from kvtierd.core.state import State
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.server import process_start_time
+from kvtierd.tiers import bodies as b
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.bodies import BLOCK_KEYED, split
 from kvtierd.tiers.records import SlabEntry
 from kvtierd.tiers.scan import Scan, scan_parts, word_readers
 from kvtierd.tiers.spill_files import SpillFiles
-from kvtierd.tiers.superblock import Kind
 
 log = logging.getLogger(__name__)
+
+STRANGER = 0xFFFFFFFE
+"""In place of a pool's number: the slab is of a tenant that the configuration does not name."""
+NO_POOL = 0xFFFFFFFF
+"""The slab is of a layout that the catalog does not know."""
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+
+@dataclass(slots=True)
+class _Tier:
+    """The slabs of one payload that an earlier life had assigned, and what waits for its pool."""
+
+    slabs: Slabs
+    entries: list[SlabEntry]
+    pool_of: NDArray[np.uint32]  # number of each slab's pool, NO_POOL or STRANGER
+    unclaimed: list[Found] = field(default_factory=list)
+
+    def of(self, tenant: Tenant) -> dict[bytes, list[int]]:
+        """A tenant's slabs by layout."""
+        found: dict[bytes, list[int]] = {}
+        for entry in self.entries:
+            if entry.tenant == tenant.number:
+                found.setdefault(entry.fingerprint, []).append(entry.slab)
+        return found
+
+    def claim(self, numbers: list[int], pool: Pool) -> None:
+        """Some slabs are of this pool."""
+        self.pool_of[numbers] = pool.number
+
+    def pools(self, slots: Slots) -> NDArray[np.uint32]:
+        """The pool of each slot."""
+        return self.pool_of[slots // self.slabs.max_slots]
 
 
 class Restore:
@@ -40,118 +68,156 @@ class Restore:
     def __init__(self, state: State, arenas: dict[str, Arena], spill: SpillFiles) -> None:
         self.state, self.arenas, self.spill = state, arenas, spill
         self.recovery = Recovery(state)
-        self._nvme: list[Found] = []
-        self._nvme_bad: list[Slots] = []
+        tenants = state.world.tenants
+        self._nvme = _tier(state.world.nvme, spill.slabs(), tenants)
+        self._dram = {
+            name: _tier(tenant.arena, arenas[name].headers.slab_table().entries(), tenants)
+            for name, tenant in tenants.items()
+        }
+        self._bad: Slots = np.empty(0, np.int64)  # NVMe slots that cannot be blocks
 
     def run(self, snapshot: CatalogSnapshot) -> tuple[Outcome, list[Member]]:
         """Rebuild everything; returns what was found and which processes must be watched."""
-        world = self.state.world
-        for record in snapshot.layouts:
-            tenant = world.tenants.get(record.tenant)
-            if tenant is not None:
-                self.state.sessions.add_pool(tenant, record.layout)
-        sessions = [(s.tenant, _session(s)) for s in snapshot.sessions]
-        for name, session in sessions:
-            if name in world.tenants:
-                self.recovery.session(world.tenants[name], session)
+        laps = [("", time.monotonic())]
+        sessions = self._sessions(snapshot)
+        laps.append(("sessions", time.monotonic()))
+        tenants = self.state.world.tenants
+        for tenant in tenants.values():
+            for tier in (self._nvme, self._dram[tenant.name]):
+                for fingerprint, numbers in tier.of(tenant).items():
+                    if fingerprint in tenant.pools:
+                        tier.claim(numbers, tenant.pools[fingerprint])
         self._scan_nvme()
+        marks = {name: self._scan_arena(tenant) for name, tenant in tenants.items()}
+        laps.append(("headers", time.monotonic()))
+        for tenant in tenants.values():
+            self._adopt_all(tenant)
+        self.recovery.settle()
+        self._clear_bad()
+        laps.append(("tables", time.monotonic()))
         watched: list[Member] = []
-        for tenant in world.tenants.values():
-            watched += self._tenant(tenant)
-            mine = [session for name, session in sessions if name == tenant.name]
-            self.recovery.finish(tenant, mine)
+        for name, tenant in tenants.items():
+            watched += self._clients(tenant, *marks[name])
+            self.recovery.finish(tenant, [found for owner, found in sessions if owner == name])
+        spans = (f"{name} {end - begun:.2f} s" for (_, begun), (name, end) in pairwise(laps))
+        log.info("restored: %s", ", ".join(spans))
         return self.recovery.outcome, watched
 
-    # ---------------------------------------------------------------- NVMe
+    def _sessions(self, snapshot: CatalogSnapshot) -> list[tuple[str, FoundSession]]:
+        """Put back the layouts and sessions of the catalog."""
+        tenants = self.state.world.tenants
+        for record in snapshot.layouts:
+            if record.tenant in tenants:
+                self.state.sessions.add_pool(tenants[record.tenant], record.layout)
+        sessions = [(s.tenant, _session(s)) for s in snapshot.sessions if s.tenant in tenants]
+        for name, session in sessions:
+            self.recovery.session(tenants[name], session)
+        return sessions
+
+    # --------------------------------------------------------------- media
 
     def _scan_nvme(self) -> None:
-        """Collect the blocks of all spill files; what cannot be a block is cleared later."""
+        """Take the blocks of all spill files; what cannot be a block is cleared later."""
         words = self.state.world.nvme.words
+        bad = [self._bad]
         for part in self.spill.scan():
             scan = part.found
-            self._nvme.append(_found(scan, Kind.SPILL, part.lost))
-            bad = np.concatenate([scan.busy_slots, scan.damaged])
-            words[bad] = word(CLEARING)
-            self._nvme_bad.append(bad)
+            self._add(self._nvme, scan, part.lost, in_dram=False)
+            bad += [scan.busy_slots, scan.damaged]
             if len(scan.damaged):
                 log.error("spill: %d headers are damaged; their blocks are lost", len(scan.damaged))
+        self._bad = np.concatenate(bad)
+        words[self._bad] = word(CLEARING)
 
-    def _nvme_of(self, slabs: list[int]) -> Found:
-        """The blocks found in some slabs of the spill files."""
-        wanted = np.array(slabs, np.int64)
-        max_slots = self.state.world.nvme.max_slots
-        found = _nothing()
-        for part in self._nvme:
-            found = join(found, part.take(np.isin(part.slots // max_slots, wanted)))
-        return found
-
-    # ------------------------------------------------------------- tenants
-
-    def _tenant(self, tenant: Tenant) -> list[Member]:
-        headers = self.arenas[tenant.name].headers
-        found, busy, read = _nothing(), [_no_slots()], [_no_slots()]
-        for scan in scan_parts(headers):
-            found = join(found, _found(scan, Kind.ARENA, np.zeros(len(scan.slots), np.bool_)))
+    def _scan_arena(self, tenant: Tenant) -> tuple[Slots, Slots]:
+        """Take the blocks of an arena; returns the slots that are busy, and those being read."""
+        busy, read = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for scan in scan_parts(self.arenas[tenant.name].headers):
+            lost = np.zeros(len(scan.slots), np.bool_)
+            self._add(self._dram[tenant.name], scan, lost, in_dram=True)
             busy.append(scan.busy_slots)
             read.append(scan.slots[word_readers(scan.words) > 0])
             tenant.arena.words[scan.damaged] = 0
             if len(scan.damaged):
                 log.error("arena %s: %d headers are damaged", tenant.name, len(scan.damaged))
-        dram = _by_layout(headers.slab_table().entries(), tenant)
-        nvme = _by_layout(self.spill.slabs(), tenant)
+        return np.concatenate(busy), np.concatenate(read)
+
+    def _add(self, tier: _Tier, scan: Scan, lost: NDArray[np.bool_], *, in_dram: bool) -> None:
+        found = _found(scan, tier.pools(scan.slots), lost, in_dram)
+        known = found.pool < STRANGER
+        if not known.all():
+            tier.unclaimed.append(found.take(found.pool == NO_POOL))
+            found = found.take(known)
+        self.recovery.add(found)
+
+    def _clear_bad(self) -> None:
+        """Clear the NVMe slots of pools that cannot be blocks."""
+        pools = self._nvme.pools(self._bad)
+        for number in np.unique(pools[pools < STRANGER]).tolist():
+            mine = self._bad[pools == number]
+            self.state.copies.clear(self.state.world.pools[number], mine, CLEARING)
+        self._bad = self._bad[pools == NO_POOL]
+
+    # ------------------------------------------------------------- tenants
+
+    def _adopt_all(self, tenant: Tenant) -> None:
+        """Give the tenant's pools their slabs; those of unknown layouts nobody gets."""
+        dram, nvme = self._dram[tenant.name].of(tenant), self._nvme.of(tenant)
         for fingerprint in {**dram, **nvme}:
             pool = tenant.pools.get(fingerprint)
             slabs = dram.get(fingerprint, []), nvme.get(fingerprint, [])
             if pool is not None:
-                self._adopt(pool, found, *slabs)
+                self._adopt(pool, *slabs)
             else:
-                self._set_aside(tenant, fingerprint, found, *slabs)
-        members = [
-            FoundMember(
-                r.index, r.pid, r.start_time, r.uid, r.group, r.secret_hash,
-                process_start_time(r.pid) == r.start_time,
-            )
-            for r in headers.clients()
-        ]  # fmt: skip
-        return self.state.reclaim.clients(
-            tenant, members, np.concatenate(busy), np.concatenate(read)
-        )
+                self._set_aside(tenant, fingerprint, *slabs)
 
-    def _adopt(self, pool: Pool, found: Found, dram: list[int], nvme: list[int]) -> None:
-        """Give a pool its slabs and the blocks in them."""
-        arena, world = pool.tenant.arena, self.state.world
-        adopt_slabs(arena, pool, dram, dram=True)
-        adopt_slabs(world.nvme, pool, nvme, dram=False)
-        in_dram = found.take(np.isin(found.slots // arena.max_slots, np.array(dram, np.int64)))
-        self.recovery.blocks(pool, join(in_dram, self._nvme_of(nvme)))
-        for bad in self._nvme_bad:
-            mine = bad[np.isin(bad // world.nvme.max_slots, np.array(nvme, np.int64))]
-            if len(mine):
-                self.state.copies.clear(pool, mine, CLEARING)
+    def _adopt(self, pool: Pool, dram: list[int], nvme: list[int]) -> None:
+        adopt_slabs(pool.tenant.arena, pool.dram, dram)
+        adopt_slabs(self.state.world.nvme, pool.nvme, nvme)
 
     def _set_aside(
-        self, tenant: Tenant, fingerprint: bytes, found: Found, dram: list[int], nvme: list[int]
+        self, tenant: Tenant, fingerprint: bytes, dram: list[int], nvme: list[int]
     ) -> None:
         """Keep the slabs of a layout that the catalog does not know until it is registered."""
-        for slabs, numbers in ((tenant.arena, dram), (self.state.world.nvme, nvme)):
-            set_aside(slabs, numbers)
+        tiers = ((self._dram[tenant.name], dram), (self._nvme, nvme))
+        for tier, numbers in tiers:
+            set_aside(tier.slabs, numbers)
         log.warning(
             "tenant %s: %d slabs of layout %s, which the catalog does not know, are kept until a "
             "client registers it", tenant.name, len(dram) + len(nvme), fingerprint.hex(),
         )  # fmt: skip
 
         def adopt(pool: Pool) -> None:
-            for slabs, numbers in ((tenant.arena, dram), (self.state.world.nvme, nvme)):
-                slabs.free_slabs.extend(numbers)
-            self._adopt(pool, found, dram, nvme)
+            for tier, numbers in tiers:
+                tier.slabs.free_slabs.extend(numbers)
+                tier.claim(numbers, pool)
+                for found in tier.unclaimed:
+                    found.pool = tier.pools(found.slots)
+                    mine = found.pool == pool.number
+                    self.recovery.add(found.take(mine))
+                tier.unclaimed = [found.take(found.pool == NO_POOL) for found in tier.unclaimed]
+            self._adopt(pool, dram, nvme)
+            self.recovery.settle()
+            self._clear_bad()
 
         self.state.unclaimed[tenant.number, fingerprint] = adopt
+
+    def _clients(self, tenant: Tenant, busy: Slots, read: Slots) -> list[Member]:
+        """Put back the client groups and what they may still write or read."""
+        members = [
+            FoundMember(
+                r.index, r.pid, r.start_time, r.uid, r.group, r.secret_hash,
+                process_start_time(r.pid) == r.start_time,
+            )
+            for r in self.arenas[tenant.name].headers.clients()
+        ]  # fmt: skip
+        return self.state.reclaim.clients(tenant, members, busy, read)
 
 
 def set_aside(slabs: Slabs, numbers: list[int]) -> None:
     """Let nobody have some slabs."""
-    for slab in numbers:
-        slabs.free_slabs.remove(slab)
+    mine = set(numbers)
+    slabs.free_slabs = [slab for slab in slabs.free_slabs if slab not in mine]
 
 
 def strangers(entries: list[SlabEntry], tenants: dict[str, Tenant]) -> list[int]:
@@ -160,47 +226,34 @@ def strangers(entries: list[SlabEntry], tenants: dict[str, Tenant]) -> list[int]
     return [entry.slab for entry in entries if entry.tenant not in known]
 
 
-def _by_layout(entries: Iterable[SlabEntry], tenant: Tenant) -> dict[bytes, list[int]]:
-    slabs: dict[bytes, list[int]] = {}
-    for entry in entries:
-        if entry.tenant == tenant.number:
-            slabs.setdefault(entry.fingerprint, []).append(entry.slab)
-    return slabs
+def _tier(slabs: Slabs, entries: Iterable[SlabEntry], tenants: dict[str, Tenant]) -> _Tier:
+    tier = _Tier(slabs, list(entries), np.full(slabs.slabs, NO_POOL, np.uint32))
+    tier.pool_of[strangers(tier.entries, tenants)] = STRANGER
+    return tier
 
 
-def _no_slots() -> Slots:
-    return np.empty(0, np.int64)
-
-
-def _nothing() -> Found:
-    u64, flags = np.empty(0, np.uint64), np.empty(0, np.bool_)
-    return Found(
-        _no_slots(), u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, flags, flags, flags, flags
+def _found(scan: Scan, pools: NDArray[np.uint32], lost: NDArray[np.bool_], in_dram: bool) -> Found:
+    bodies = scan.bodies
+    node, sizes, fork = (
+        bodies[:, word] for word in (b.W_NODE_PAGE, b.W_VALID_LENGTH, b.W_PARENT_FORK)
     )
-
-
-def _found(scan: Scan, kind: Kind, lost: NDArray[np.bool_]) -> Found:
-    fields = split(scan.bodies, int(kind))
-
-    def u64(column: object) -> NDArray[np.uint64]:
-        return np.asarray(column, np.uint64)
-
+    kinds = bodies[:, b.W_FLAGS] >> _32
     return Found(
-        slots=scan.slots.astype(np.int64),
-        owner0=u64(fields.owner0),
-        owner1=u64(fields.owner1),
-        node=u64(fields.node),
-        page=u64(fields.page),
-        valid=u64(fields.valid_tokens),
-        checksum=u64(fields.payload_sum),
-        seq=u64(fields.seq),
-        lease=u64(fields.lease),
-        parent=u64(fields.parent),
-        fork_tokens=u64(fields.fork_tokens),
-        keyed=np.asarray(fields.block_kind) == BLOCK_KEYED,
-        held=np.asarray(fields.retention) == HELD,
+        slots=scan.slots,
+        pool=pools,
+        owner0=bodies[:, b.W_OWNER0],
+        owner1=bodies[:, b.W_OWNER1],
+        node=node & _LOW,
+        page=node >> _32,
+        valid=sizes & _LOW,
+        checksum=bodies[:, b.W_PAYLOAD_SUM],
+        seq=bodies[:, b.W_SEQ],
+        parent=fork & _LOW,
+        fork_tokens=fork >> _32,
+        keyed=kinds.astype(np.uint8) == b.BLOCK_KEYED,
+        held=(kinds >> np.uint64(8)).astype(np.uint8) == HELD,
         lost=lost,
-        in_dram=np.full(len(scan.slots), kind is Kind.ARENA),
+        in_dram=in_dram,
     )
 
 

@@ -20,6 +20,7 @@ from kvtierd import systemd
 from kvtierd.catalog.store import Catalog
 from kvtierd.config import Config, TenantConfig
 from kvtierd.core.actions import AssignSlab
+from kvtierd.core.blocks import BlockTable
 from kvtierd.core.leases import Member
 from kvtierd.core.recover import Outcome
 from kvtierd.core.slabs import SlabPool, Slabs
@@ -42,6 +43,9 @@ WAITING_PER_TENANT = 65536
 GENERATION_SHIFT = 40
 """Sequence numbers begin above those of all earlier lives, also of blocks that are gone. Their low
 half, which ties a slot's word to its body, begins at random, so that no old body fits by chance."""
+
+ROW_SHARE_BYTES = 128
+"""Address space for rows is taken for one block per so many bytes of the host's memory at most."""
 
 log = logging.getLogger(__name__)
 
@@ -281,6 +285,14 @@ def core_limits(config: Config) -> CoreLimits:
     )
 
 
+def _rows(arenas: dict[str, Arena], nvme_slots: int) -> int:
+    """Rows to have address space for, so that tables need not be copied as they grow: one per slot
+    of either tier, as far as their memory could ever come from this host."""
+    slots = nvme_slots + sum(arena.headers.geometry.total_slots for arena in arenas.values())
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(slots, memory_bytes // ROW_SHARE_BYTES)
+
+
 def _state(config: Config, arenas: dict[str, Arena], files: SpillFiles, generation: int) -> State:
     """An empty core over the arenas' and spill files' words."""
     geometry = files.geometry
@@ -300,6 +312,7 @@ def _state(config: Config, arenas: dict[str, Arena], files: SpillFiles, generati
     world = World(
         core_limits(config), nvme, boot=secrets.randbits(62) + 1, salt=secrets.randbits(64),
         generation=generation, now_s=time.monotonic(),
+        table=BlockTable(_rows(arenas, slabs * geometry.max_slots)),
         seq=generation << GENERATION_SHIFT | secrets.randbits(32),
     )  # fmt: skip
     worlds.append(world)

@@ -119,21 +119,24 @@ class CatalogWriter:
     # ---------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                items, self._queue = self._queue, deque()
-                if not items:
-                    return
-            group: list[_Batch] = []
-            for item in items:
-                if isinstance(item, _Batch):
-                    group.append(item)
-                    continue
-                self._commit(group)
-                group = []
-                self._read(item)
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """Carry out what is queued, once there is something; false when it is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            items, self._queue = self._queue, deque()
+        group: list[_Batch] = []
+        for item in items:
+            if isinstance(item, _Batch):
+                group.append(item)
+                continue
             self._commit(group)
+            group = []
+            self._read(item)
+        self._commit(group)
+        return bool(items)
 
     def _commit(self, group: list[_Batch]) -> None:
         if not group:

@@ -1,98 +1,81 @@
 """KeyIndex: from a content key and a tag (tenant and layout) to the row of its block.
 
 A client chooses its keys, so the index must stay fast for keys chosen to hurt it, and it must
-hold tens of millions of entries in a few bytes each. Hence:
+hold tens of millions of entries in a few bytes each. Hence, on secretly hashed buckets of 8 places
+(key_buckets.py):
 
-- Buckets of 8 places. A key may lie in one of two buckets (the emptier one when it came), so a
-  look-up reads two buckets and never walks a chain; a removed entry leaves nothing behind.
-- A place is a one-byte print of the key (0 = empty) and a row id. The keys themselves are read
-  from the caller's columns, and equality is exact.
-- The hash is strongly universal (multiply-shift of 32-bit words) with secret factors: whatever
-  keys are chosen without knowing them, two collide by chance alone.
-- The table grows by linear hashing: a few hundred buckets are split at a time, each into itself
-  and one new bucket, which takes entries at the same places and therefore always has room.
+- A key may lie in one of two buckets (the emptier one when it came), so a look-up reads two
+  buckets and never walks a chain; a removed entry leaves nothing behind. Equality is exact.
 - Entries whose two buckets are full wait in a short list, the stash, that every miss compares
   with; a long stash makes the table grow, and at last choose another salt.
+- A restart fills the empty table in the order of buckets, after one sort.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-U64 = npt.NDArray[np.uint64]
-U32 = npt.NDArray[np.uint32]
-U8 = npt.NDArray[np.uint8]
-I64 = npt.NDArray[np.int64]
-I32 = npt.NDArray[np.int32]
-
-PLACES: Final = 8
-"""Places of one bucket: their prints fill one aligned 64-bit word."""
-
-MAX_LOAD: Final = 0.55
-"""Entries per place above which buckets are split."""
+from kvtierd.core.key_buckets import (
+    CHUNK_KEYS,
+    FIRST_BUCKETS,
+    I32,
+    I64,
+    MAX_LOAD,
+    PLACES,
+    SPLIT_BUCKETS,
+    U8,
+    U32,
+    U64,
+    Buckets,
+)  # fmt: skip
 
 MIN_LOAD: Final = 0.15
 """A long stash makes the table grow down to this load, no further."""
 
-FIRST_BUCKETS: Final = 256
-SPLIT_BUCKETS: Final = 256
-"""Buckets split in one go at least, so that growth costs little per insert and stalls none."""
-
 STASH_ENTRIES: Final = 64
 """Stash length above which the table is relieved."""
 
-CHUNK_KEYS: Final = 1 << 13
-"""Keys hashed in one go, so that temporaries of large batches stay in the cache."""
+BUILD_KEYS: Final = 1 << 14
+"""From so many keys on, an empty table is filled bucket by bucket instead of key by key."""
 
-_M32: Final = 0xFFFFFFFF
-_M64: Final = 0xFFFFFFFFFFFFFFFF
+BUILD_KEYS_MAX: Final = 1 << 27
+"""As many keys are filled in like that; more do not leave room for a hash beside their number."""
+
+BUILD_BUCKETS: Final = 1 << 13
+"""Buckets filled in one go."""
+
+BUILD_PLACES: Final = PLACES - 2
+"""Places of a bucket for the keys of which it is the first choice; two are left for the others."""
+
 _ONES: Final = 0x0101010101010101
 _HIGHS: Final = 0x8080808080808080
-_SHIFT: Final = np.uint64(32)
-_WIDE: Final = 128
-_CONSTANT: Final = np.uint64(1 << 32)
-"""The sixth 32-bit word of a hashed key is 1, so that its factor is the constant term."""
-_FIRST_MARK: Final = np.uint8(1)
+_MARK_BITS: Final = 8
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 _NO_ROWS: Final = np.empty(0, np.int32)
 
 
-def _splitmix(state: int, count: int) -> tuple[list[int], int]:
-    """`count` 64-bit values of the splitmix64 generator, and its next state."""
-    values = []
-    for _ in range(count):
-        state = (state + 0x9E3779B97F4A7C15) & _M64
-        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _M64
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _M64
-        values.append(z ^ (z >> 31))
-    return values, state
-
-
-class KeyIndex:
+class KeyIndex(Buckets):
     """Maps (key0, key1, tag) to the row that holds them in the caller's columns.
 
     A row must keep its key and tag unchanged in the columns while it is in the index.
 
-    Shapes: `key0`, `key1` uint64 [rows], `tag` uint32 [rows].
-    Units: memory is 5 B per place, about 9 B per entry in a table that has grown; address space
-    for one entry per row is taken at once, and becomes memory as entries come.
+    Units: memory is about 9 B per entry in a table that has grown.
     """
 
     def __init__(self, key0: U64, key1: U64, tag: U32, salt: int) -> None:
+        super().__init__(key0, key1, tag, salt)
         self._count = 0
         self._stash = _NO_ROWS
         self._stash_limit = STASH_ENTRIES
-        self._level = FIRST_BUCKETS
-        self._buckets = FIRST_BUCKETS
-        self._salt = salt
-        self._new_secrets()
-        self._prints = np.zeros(0, np.uint8)
-        self._rows = np.zeros(0, np.int32)
-        self.rebind(key0, key1, tag)
+        self._by_tag: dict[int, int] = {}
 
     def __len__(self) -> int:
         return self._count
+
+    def count(self, tag: int) -> int:
+        """Entries with this tag."""
+        return self._by_tag.get(tag, 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -103,17 +86,6 @@ class KeyIndex:
     def stashed(self) -> int:
         """Entries that wait in the stash."""
         return len(self._stash)
-
-    def rebind(self, key0: U64, key1: U64, tag: U32) -> None:
-        """Read the keys from other columns from now on; rows of the index are the same in both.
-
-        Longer columns take address space for more entries (copies 5 B per place once).
-        """
-        if not len(key0) == len(key1) == len(tag) <= np.iinfo(np.int32).max:
-            raise ValueError("key0, key1 and tag must have one length below 2**31")
-        self._key0, self._key1, self._tag = key0, key1, tag
-        self._ensure_places(max(self._buckets, int(len(key0) / (MAX_LOAD * PLACES)) + 1))
-        self._views()
 
     # ------------------------------------------------------------- look-up
 
@@ -193,6 +165,8 @@ class KeyIndex:
         rows = np.asarray(rows, np.int32)
         if len(rows) == 0:
             return _NO_ROWS
+        if not self._count and BUILD_KEYS <= len(rows) <= BUILD_KEYS_MAX:
+            return self._build(rows)
         if len(rows) == 1:
             k0, k1, tag = self._key_of(int(rows[0]))
             refused = np.array([self.find_one(k0, k1, tag) >= 0])
@@ -201,7 +175,7 @@ class KeyIndex:
             if self._count:
                 refused |= self.find(*self._columns_of(rows)) >= 0
         fresh = rows[~refused]
-        self._count += len(fresh)
+        self._tally(fresh, 1)
         self._split_to(int(self._count / (MAX_LOAD * PLACES)) + 1)
         if len(fresh) == 1 and not len(self._stash):
             self._place_one(int(fresh[0]))
@@ -233,7 +207,21 @@ class KeyIndex:
         self._prints[place] = 0
         if len(stashed):
             self._stash = self._stash[~np.isin(self._stash, rows)]
-        self._count -= n
+        self._tally(rows, -1)
+
+    def _tally(self, rows: I32, sign: int) -> None:
+        """Count rows that come in or go out."""
+        n = len(rows)
+        self._count += sign * n
+        if not n:
+            return
+        tags = self._tag[rows]
+        first = int(tags[0])
+        if n == 1 or bool((tags == first).all()):
+            self._by_tag[first] = self._by_tag.get(first, 0) + sign * n
+            return
+        for tag, some in zip(*(part.tolist() for part in np.unique_counts(tags)), strict=True):
+            self._by_tag[tag] = self._by_tag.get(tag, 0) + sign * some
 
     def _repeated(self, rows: I32) -> npt.NDArray[np.bool_]:
         """Which rows have a key that an earlier one of them has."""
@@ -311,36 +299,75 @@ class KeyIndex:
         self._rows[old], self._prints[old] = row, marks[0]
         return True
 
-    # -------------------------------------------------------------- growth
+    # --------------------------------------------------------------- build
 
-    def _split_to(self, buckets: int) -> None:
-        if buckets <= self._buckets:
-            return
-        buckets = max(buckets, self._buckets + SPLIT_BUCKETS)
-        self._ensure_places(buckets)
-        while self._buckets < buckets:
-            first = self._buckets - self._level
-            last = min(first + buckets - self._buckets, self._level, first + CHUNK_KEYS // PLACES)
-            self._split(first, last)
-            if self._buckets == 2 * self._level:
-                self._level = self._buckets
+    def _build(self, rows: I32) -> I32:
+        """`insert` into an empty table, in the order of buckets.
 
-    def _split(self, first: int, last: int) -> None:
-        """Split buckets first..last: each entry stays, or moves up to the same place of the new
-        bucket, by the next bit of that one of its two hashes that led it here."""
-        at = np.flatnonzero(self._prints[first * PLACES : last * PLACES]) + first * PLACES
-        rows = self._rows[at]
-        hashes = self._hash(*self._columns_of(rows))
-        bucket = (at // PLACES).astype(np.uint64)
-        level = np.uint64(self._level)
-        led = hashes[:, 0] & (level - np.uint64(1)) == bucket
-        goes = (np.where(led, hashes[:, 0], hashes[:, 1]) & level) != 0
-        old = at[goes]
-        new = old + self._level * PLACES
-        self._rows[new] = rows[goes]
-        self._prints[new] = self._prints[old]
-        self._prints[old] = 0
-        self._buckets += last - first
+        One sort by first bucket, print and a part of the second hash brings equal keys together,
+        and lets the buckets be filled one after the other.
+        """
+        n = len(rows)
+        self._split_to(int(n / (MAX_LOAD * PLACES)) + 1)
+        place_bits = (n - 1).bit_length()
+        low = np.uint64((1 << place_bits) - 1)
+        packed = self._packed(rows, place_bits)
+        packed.sort()
+        alike = np.zeros(n, np.bool_)
+        alike[1:] = packed[1:] ^ packed[:-1] <= low
+        alike[:-1] |= alike[1:]
+        places = np.sort((packed[alike] & low).astype(np.int64))
+        refused = np.zeros(n, np.bool_)
+        refused[places] = self._repeated(rows[places])
+        if refused.any():
+            packed = packed[~refused[(packed & low).astype(np.int64)]]
+        self._tally(rows[~refused], 1)
+        shift = np.uint64(64 - self._buckets.bit_length())
+        firsts = np.arange(0, self._buckets, BUILD_BUCKETS, dtype=np.uint64)
+        cuts = [*np.searchsorted(packed, firsts << shift).tolist(), len(packed)]
+        over = [
+            self._fill(rows, packed[cuts[i] : cuts[i + 1]], i * BUILD_BUCKETS, place_bits)
+            for i in range(len(firsts))
+        ]
+        self._place(np.concatenate(over))
+        if len(self._stash) > self._stash_limit:
+            self._relieve()
+        left: I32 = rows[refused]
+        return left
+
+    def _packed(self, rows: I32, place_bits: int) -> U64:
+        """Of each row: first bucket | print | bits of the second hash | place in `rows`."""
+        packed = np.empty(len(rows), np.uint64)
+        bucket_shift = 64 - self._buckets.bit_length()
+        mark_shift = bucket_shift - _MARK_BITS
+        bits = min(mark_shift - place_bits, 32)
+        for i in range(0, len(rows), CHUNK_KEYS):
+            part = packed[i : i + CHUNK_KEYS]
+            columns = self._columns_of(rows[i : i + CHUNK_KEYS])
+            hashes = self._hash(*columns)
+            second = hashes[:, 1] >> np.uint64(32 - bits)
+            homes, marks = self._homes_of(hashes)
+            part[:] = homes[:, 0].astype(np.uint64) << np.uint64(bucket_shift)
+            part |= marks.astype(np.uint64) << np.uint64(mark_shift)
+            part |= second << np.uint64(place_bits)
+            part |= np.arange(i, i + len(part), dtype=np.uint64)
+        return packed
+
+    def _fill(self, rows: I32, packed: U64, first: int, place_bits: int) -> I32:
+        """Fill some empty buckets from `first` on; returns the rows for which there is no room."""
+        bucket_shift = 64 - self._buckets.bit_length()
+        bucket = (packed >> np.uint64(bucket_shift)).astype(np.int64)
+        counts = np.bincount(bucket - first, minlength=1)
+        rank = np.arange(len(packed)) - np.repeat(np.cumsum(counts) - counts, counts)
+        room = rank < BUILD_PLACES
+        mine = rows[(packed & np.uint64((1 << place_bits) - 1)).astype(np.int64)]
+        at = (bucket * PLACES + rank)[room]
+        self._rows[at] = mine[room]
+        self._prints[at] = (packed >> np.uint64(bucket_shift - _MARK_BITS)).astype(np.uint8)[room]
+        over: I32 = mine[~room]
+        return over
+
+    # ---------------------------------------------------------------- relief
 
     def _relieve(self) -> None:
         """Shorten the stash: by more buckets while that is sane, else by another salt."""
@@ -360,73 +387,6 @@ class KeyIndex:
         self._prints[: self._buckets * PLACES] = 0
         self._place(rows)
 
-    def _new_secrets(self) -> None:
-        values, self._salt = _splitmix(self._salt, 12)
-        self._secrets = np.array(values, np.uint64).reshape(6, 2)
-        # Both hashes in one sum of Python integers: the first needs less than _WIDE bits.
-        pairs = zip(values[::2], values[1::2], strict=True)
-        self._wide_secrets = [a | b << _WIDE for a, b in pairs]
-
-    def _ensure_places(self, buckets: int) -> None:
-        if buckets * PLACES <= len(self._prints):
-            return
-        kept = self._buckets * PLACES
-        places = max(buckets, self._buckets + self._buckets // 2) * PLACES
-        # zeros() is lazy: pages become memory when a bucket in them is first split into.
-        prints, rows = np.zeros(places, np.uint8), np.zeros(places, np.int32)
-        if len(self._prints):
-            prints[:kept], rows[:kept] = self._prints[:kept], self._rows[:kept]
-        self._prints, self._rows, self._words = prints, rows, prints.view(np.uint64)
-        self._views()
-
-    def _views(self) -> None:
-        # Indexing a memoryview costs a third of indexing an array.
-        self._words_view, self._rows_view = self._words.data, self._rows.data
-        self._key0_view, self._key1_view = self._key0.data, self._key1.data
-        self._tag_view = self._tag.data
-
-    # ------------------------------------------------------------- hashing
-
-    def _hash(self, k0: U64, k1: U64, tag: int | U32) -> U64:
-        """Two 32-bit hashes of each key, as uint64 [n, 2]."""
-        words = np.empty((len(k0), 3), np.uint64)
-        words[:, 0] = k0
-        words[:, 1] = k1
-        words[:, 2] = tag
-        words[:, 2] |= _CONSTANT
-        hashes: U64 = words.view(np.uint32).astype(np.uint64) @ self._secrets
-        hashes >>= _SHIFT
-        return hashes
-
-    def _homes(self, k0: U64, k1: U64, tag: int | U32) -> tuple[I64, U8]:
-        """The two buckets of each key [n, 2] and its print [n]."""
-        hashes = self._hash(k0, k1, tag)
-        marks = np.maximum(hashes.view(np.uint8)[:, 3], _FIRST_MARK)
-        homes = hashes.view(np.int64)
-        homes &= 2 * self._level - 1
-        homes -= (homes >= self._buckets) * self._level
-        return homes, marks
-
-    def _homes_one(self, k0: int, k1: int, tag: int) -> tuple[int, int, int]:
-        a, b, c, d, e, f = self._wide_secrets
-        total = a * (k0 & _M32) + b * (k0 >> 32) + c * (k1 & _M32) + d * (k1 >> 32) + e * tag + f
-        first = (total >> 32) & _M32
-        mark = first >> 24 or 1
-        level = self._level
-        first &= 2 * level - 1
-        if first >= self._buckets:
-            first -= level
-        second = (total >> (_WIDE + 32)) & (2 * level - 1)
-        if second >= self._buckets:
-            second -= level
-        return first, second, mark
-
-    def _columns_of(self, rows: npt.NDArray[np.integer[Any]]) -> tuple[U64, U64, U32]:
-        return self._key0[rows], self._key1[rows], self._tag[rows]
-
-    def _key_of(self, row: int) -> tuple[int, int, int]:
-        return self._key0_view[row], self._key1_view[row], self._tag_view[row]
-
     # ------------------------------------------------------------ validate
 
     def rows(self) -> I32:
@@ -438,6 +398,8 @@ class KeyIndex:
         """Recount everything. Errors: AssertionError says what does not add up."""
         rows = self.rows()
         assert len(rows) == self._count, f"{len(rows)} entries found, {self._count} counted"
+        tags = zip(*(part.tolist() for part in np.unique_counts(self._tag[rows])), strict=True)
+        assert dict(tags) == {tag: n for tag, n in self._by_tag.items() if n}, "counts by tag"
         assert not self._prints[self._buckets * PLACES :].any(), "entries beyond the last bucket"
         assert self._level <= self._buckets < 2 * self._level, "split pointer out of range"
         if not len(rows):

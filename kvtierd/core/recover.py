@@ -5,87 +5,54 @@ one name the newest wins, since a commit replaces only what is shorter or less k
 closed sessions and pruned nodes are freed; blocks of sessions that the catalog does not know become
 orphans, kept until their client resumes them or their time is over. Slots that an earlier life's
 client may still write or read stay as they are (see reclaim.py).
+
+    session ...  add ...  ──►  slabs adopted  ──►  settle  ──►  finish
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_client.wire import HELD, NO_NODE
 from kvtierd.core.actions import Note
-from kvtierd.core.blocks import F_DOOMED, F_HELD, F_LOST, NONE, Rows, Slots
-from kvtierd.core.slabs import READY, Slabs
+from kvtierd.core.blocks import F_DOOMED, F_HELD, F_LOST, NONE, Rows
+from kvtierd.core.found import (
+    Found,
+    FoundSession,
+    Pieces,
+    add_rows,
+    join,
+    pieces,
+    settle,
+)  # fmt: skip
+from kvtierd.core.slabs import READY, SlabPool, Slabs
 from kvtierd.core.state import State
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.tree import Node, Run, Session, shared_pages
 
-_U64 = NDArray[np.uint64]
-_READERS = np.uint64(0xFF00)
+ADOPT_SLABS: Final = 256
+"""Slabs taken over in one go."""
+BATCH_ROWS: Final = 1 << 18
+"""Blocks named in one pass, so that memory stays bounded (a single node may have more)."""
 
-
-@dataclass(slots=True)
-class Found:
-    """Blocks found in the headers of one tier, as columns; all of one pool once split."""
-
-    slots: Slots
-    owner0: _U64
-    owner1: _U64
-    node: _U64
-    page: _U64
-    valid: _U64
-    checksum: _U64
-    seq: _U64
-    lease: _U64
-    parent: _U64
-    fork_tokens: _U64
-    keyed: NDArray[np.bool_]
-    held: NDArray[np.bool_]
-    lost: NDArray[np.bool_]
-    in_dram: NDArray[np.bool_]
-
-    def take(self, which: NDArray[np.generic]) -> "Found":
-        """The chosen blocks."""
-        return Found(*(getattr(self, name)[which] for name in self.__slots__))
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-
-def join(first: Found, second: Found) -> Found:
-    """All blocks of both."""
-    return Found(
-        *(np.concatenate([getattr(first, n), getattr(second, n)]) for n in Found.__slots__)
-    )
-
-
-@dataclass(slots=True)
-class FoundNode:
-    """A node as the catalog knows it."""
-
-    node: int
-    parent: int
-    fork_tokens: int
-    retention: int
-    retention_seq: int
-    ended: bool
-
-
-@dataclass(slots=True)
-class FoundSession:
-    """A session as the catalog knows it."""
-
-    token_hash: bytes
-    name: str
-    priority: int
-    layouts: list[bytes]
-    since_seq: int
-    idle_s: float
-    closed: bool
-    nodes: list[FoundNode]
-    pruned: list[int]
-    blob_versions: dict[int, int]
-    holds: list[tuple[bytes, bytes]]
+_READERS: Final = np.uint64(0xFF00)
+_EVER: Final = 1 << 62
+_PLACE: Final = np.dtype(
+    [
+        ("index", np.int64),  # in the NodeTable; NONE where the blocks can have no place
+        ("start", np.int64),  # first page
+        ("end", np.int64),  # before this page, unless the node may still grow
+        ("since", np.uint64),  # blocks below it are of an earlier session of the token
+        ("retention_seq", np.uint64),  # blocks up to it have the node's retention
+        ("node_held", np.bool_),
+        ("all_held", np.bool_),
+        ("priority", np.uint8),
+    ]
+)
+_NOWHERE: Final = (NONE, 0, 0, 0, 0, False, False, 0)
 
 
 @dataclass(slots=True)
@@ -107,6 +74,8 @@ class Recovery:
         self.outcome = Outcome()
         self._closed: set[tuple[str, bytes]] = set()
         self._guessed: set[Node] = set()  # nodes that only their children's blocks speak of
+        self._pieces: list[Pieces] = []
+        self._keyed: list[Rows] = []
 
     # ------------------------------------------------------------- catalog
 
@@ -144,198 +113,171 @@ class Recovery:
 
     # -------------------------------------------------------------- blocks
 
-    def blocks(self, pool: Pool, found: Found) -> None:
-        """Make rows of the blocks found in a pool's slabs; what is left over is freed."""
+    def add(self, found: Found) -> None:
+        """Make rows of blocks found; they have names, and count, from `settle` on."""
         if not len(found):
             return
-        order = np.lexsort(
-            (~found.in_dram, ~found.seq, found.page, found.node, found.owner1, found.owner0,
-             found.keyed)
-        )  # fmt: skip
-        found = self._without_earlier(pool, found.take(order))
-        if not len(found):
-            return
-        same = self._same_name(found)
-        first = np.flatnonzero(~same)
-        group = np.cumsum(~same) - 1
-        winner = first[group]  # place of each block's winner
-        twin = self._twins(found, same, winner)
-        rows = self._rows(pool, found, first, np.flatnonzero(twin), winner)
-        keep = self._name(pool, found, first, rows)
-        used = np.zeros(len(found), np.bool_)
-        used[first[keep]] = True
-        used |= twin & np.isin(winner, first[keep])
-        used &= ~(found.lost & ~found.in_dram)
-        self._free(pool, found, ~used)
-        self.outcome.blocks += int(keep.sum())
+        rows = add_rows(self.world, found)
+        self._pieces.append(pieces(found, rows))
+        self._keyed.append(rows[found.keyed])
 
-    def _without_earlier(self, pool: Pool, found: Found) -> Found:
-        """Free blocks of earlier sessions of a token that has a new one: they have its names."""
-        changed = (found.owner0[1:] != found.owner0[:-1]) | (found.owner1[1:] != found.owner1[:-1])
-        changed |= found.keyed[1:] != found.keyed[:-1]
-        starts = np.flatnonzero(np.concatenate([[True], changed]))
-        sessions = pool.tenant.sessions
-        since = np.zeros(len(starts), np.uint64)
-        for i, owner in enumerate(found.owner0[starts].tolist()):
-            session = sessions.get(owner)
-            if session is not None and not found.keyed[starts[i]]:
-                since[i] = session.since_seq
-        earlier = found.seq < np.repeat(since, np.diff(starts, append=len(found)))
-        if not earlier.any():
-            return found
-        self._free(pool, found, earlier)
-        return found.take(~earlier)
+    def settle(self) -> None:
+        """Name what was added, and free what is left over; all its slabs are their pools' now."""
+        parts, self._pieces = self._pieces, []
+        if parts:
+            every = join(parts)
+            for number in np.unique(every.pool).tolist():
+                mine = every.take(np.flatnonzero(every.pool == number))
+                self._name_pages(self.world.pools[number], mine)
+        keyed, self._keyed = self._keyed, []
+        if keyed:
+            self._name_keyed(np.concatenate(keyed))
 
-    @staticmethod
-    def _twins(
-        found: Found, same: NDArray[np.bool_], winner: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
-        """The NVMe copies of winners in DRAM: at most one each, and of the same bytes.
+    # --------------------------------------------------------------- pages
 
-        A copy whose checksum is not the one that the block had before is of bytes that changed
-        in DRAM meanwhile; without it the next demotion finds that out."""
-        twin: NDArray[np.bool_] = same & (found.seq == found.seq[winner])
-        twin &= found.in_dram != found.in_dram[winner]
-        known = found.checksum[winner]
-        twin &= (known == 0) | (found.checksum == known)
-        places = np.flatnonzero(twin)
-        _, first = np.unique(winner[places], return_index=True)
-        twin[:] = False
-        twin[places[first]] = True
-        return twin
+    def _name_pages(self, pool: Pool, found: Pieces) -> None:
+        """Put a pool's session blocks into the tree."""
+        found = found.take(np.lexsort((found.node, found.owner0)))
+        changed = (found.owner0[1:] != found.owner0[:-1]) | (found.node[1:] != found.node[:-1])
+        starts = np.flatnonzero(np.concatenate([[len(found) > 0], changed]))
+        ends = np.append(starts[1:], len(found))
+        total = np.cumsum(found.count)
+        while len(starts):
+            done = int(total[starts[0] - 1]) if starts[0] else 0
+            n = max(1, int(np.searchsorted(total[ends - 1], done + BATCH_ROWS, side="right")))
+            first, last = int(starts[0]), int(ends[n - 1])
+            self._name_nodes(pool, found.take(slice(first, last)), starts[:n] - first)
+            starts, ends = starts[n:], ends[n:]
 
-    @staticmethod
-    def _same_name(found: Found) -> NDArray[np.bool_]:
-        """True where a block has the name of the one before it."""
-        same = np.zeros(len(found), np.bool_)
-        keyed = found.keyed
-        equal = (found.owner0[1:] == found.owner0[:-1]) & (found.owner1[1:] == found.owner1[:-1])
-        equal &= keyed[1:] == keyed[:-1]
-        paged = (found.node[1:] == found.node[:-1]) & (found.page[1:] == found.page[:-1])
-        same[1:] = equal & (keyed[1:] | paged)
-        return same
+    def _name_nodes(self, pool: Pool, found: Pieces, starts: NDArray[np.int64]) -> None:
+        """The same for some whole nodes; `starts`: the first piece of each."""
+        table = self.world.table
+        nodes, places = self._places(pool, found, starts)
+        ordinal = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(found)))
+        which = np.repeat(ordinal, found.count)
+        rows = np.repeat(found.first - np.cumsum(found.count) + found.count, found.count)
+        rows += np.arange(len(rows))
+        page, start = table.page[rows].astype(np.int64), places["start"]
+        fits = (page >= start[which]) & (page < places["end"][which])
+        fits &= table.seq[rows] >= places["since"][which]
+        if not fits.all():
+            self._discard(pool, rows[~fits])
+            rows, which, page = rows[fits], which[fits], page[fits]
+        # All runs one after the other, each as long as its highest page says.
+        page -= start[which]
+        length = np.zeros(len(starts), np.int64)
+        if len(rows):
+            first = np.flatnonzero(np.diff(which, prepend=-1))
+            length[which[first]] = np.maximum.reduceat(page, first) + 1
+        offset = np.cumsum(length) - length
+        at = offset[which] + page
+        named = np.full(int(length.sum()), NONE, np.int64)
+        named[at] = rows
+        twice = named[at] != rows
+        if twice.any():
+            several = np.zeros(len(named), np.bool_)
+            several[at[twice]] = True
+            some = several[at]
+            names, winners, losers = settle(self.world, rows[some], at[some])
+            named[names] = winners
+            self._discard(pool, losers)
+        self._keep_pages(pool, named, np.repeat(np.arange(len(starts)), length), places)
+        self._fill_runs(pool, nodes, named, offset, length)
 
-    def _rows(
+    def _keep_pages(
+        self, pool: Pool, named: Rows, which: NDArray[np.int64], places: NDArray[np.void]
+    ) -> None:
+        """Give the named rows what their nodes say; lost ones that are not HELD lose their name."""
+        table = self.world.table
+        at = np.flatnonzero(named != NONE)
+        rows, which = named[at], which[at]
+        flags = table.flags[rows]
+        lost, held = (flags & F_LOST) != 0, (flags & F_HELD) != 0
+        old = table.seq[rows] <= places["retention_seq"][which]
+        held = np.where(old, places["node_held"][which], held) | places["all_held"][which]
+        gone = lost & ~held
+        if gone.any():
+            named[at[gone]] = NONE
+            self._discard(pool, rows[gone])
+            rows, which, lost, held = rows[~gone], which[~gone], lost[~gone], held[~gone]
+        table.flags[rows] = held * np.uint8(F_HELD) + lost * np.uint8(F_LOST)
+        table.node[rows] = places["index"][which]
+        table.priority[rows] = places["priority"][which]
+        if lost.any():
+            self._clear(pool, table.nvme[rows[lost]])
+            table.nvme[rows[lost]] = NONE
+            self.outcome.lost += int(lost.sum())
+        self._count(pool, rows)
+
+    def _fill_runs(
         self,
         pool: Pool,
-        found: Found,
-        first: NDArray[np.int64],
-        twins: NDArray[np.int64],
-        winner: NDArray[np.int64],
-    ) -> Rows:
-        """Rows for the winners, with the slots of both their copies."""
-        world = self.world
-        rows = world.add_rows(len(first))
-        table = world.table
-        table.owner0[rows], table.owner1[rows] = found.owner0[first], found.owner1[first]
-        table.checksum[rows], table.seq[rows] = found.checksum[first], found.seq[first]
-        table.pool[rows] = pool.number
-        table.node[rows] = NONE
-        table.page[rows], table.valid[rows] = found.page[first], found.valid[first]
-        table.touch[rows] = world.touch
-        table.readers[rows] = 0
-        table.pins[rows] = 0
-        table.priority[rows] = 0
-        dram, nvme = np.full(len(found), NONE), np.full(len(found), NONE)
-        for places in (first, twins):
-            good = places[~(found.lost[places] & ~found.in_dram[places])]
-            at = winner[good]
-            into = found.in_dram[good]
-            dram[at[into]] = found.slots[good[into]]
-            nvme[at[~into]] = found.slots[good[~into]]
-            table_sum = found.checksum[good[~into]]
-            table.checksum[rows[np.searchsorted(first, at[~into])]] = table_sum
-        table.dram[rows], table.nvme[rows] = dram[first], nvme[first]
-        flags = np.where(found.held[first], F_HELD, 0).astype(np.uint8)
-        flags[(dram[first] == NONE) & (nvme[first] == NONE)] |= F_LOST
-        table.flags[rows] = flags
-        world.seq = max(world.seq, int(found.seq.max()))
-        return rows
-
-    def _name(
-        self, pool: Pool, found: Found, first: NDArray[np.int64], rows: Rows
-    ) -> NDArray[np.bool_]:
-        """Put the winners' rows into the tree or the KeyIndex; returns which found their place."""
-        world, table = self.world, self.world.table
-        keep = np.zeros(len(first), np.bool_)
-        keyed = found.keyed[first]
-        lost = (table.flags[rows] & F_LOST) != 0
-        fresh = keyed & ~lost
-        if fresh.any():
-            twice = world.keys.insert(rows[fresh].astype(np.int32))
-            keep |= fresh & ~np.isin(rows, twice)
-        of_nodes = np.flatnonzero(~keyed)
-        if len(of_nodes):
-            names = first[of_nodes]
-            starts = np.flatnonzero(np.concatenate([[True], self._next_node(found, names)]))
-            for start, end in zip(starts, [*starts[1:].tolist(), len(names)], strict=True):
-                some = of_nodes[start:end]
-                keep[some] = self._name_node(pool, found, first[some], rows[some])
-        kept = rows[keep]
-        pool.clean += int(((table.dram[kept] != NONE) & (table.nvme[kept] != NONE)).sum())
-        pool.held += world.kept(kept)
-        for slabs, column in ((pool.tenant.arena, table.dram), (world.nvme, table.nvme)):
-            there = kept[column[kept] != NONE]
-            slabs.row_of[column[there]] = there + 1
-        table.remove(rows[~keep])
-        self.outcome.lost += int((lost & keep).sum())
-        return keep
-
-    @staticmethod
-    def _next_node(found: Found, names: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """True where a block's node is not that of the block before it."""
-        a, b = names[1:], names[:-1]
-        changed: NDArray[np.bool_] = (
-            (found.owner0[a] != found.owner0[b])
-            | (found.owner1[a] != found.owner1[b])
-            | (found.node[a] != found.node[b])
-        )
-        return changed
-
-    def _name_node(
-        self, pool: Pool, found: Found, places: NDArray[np.int64], rows: Rows
-    ) -> NDArray[np.bool_]:
-        """Give one node its rows; returns which it can have."""
-        table, nothing = self.world.table, np.zeros(len(rows), np.bool_)
-        at = int(places[0])
-        owner = np.array([found.owner0[at], found.owner1[at]], np.uint64).tobytes()
-        node_id = int(found.node[at])
-        session = self._session_of(pool, owner)
-        if session is None or node_id in session.pruned:
-            return nothing
-        node = session.nodes.get(node_id) or self._node_from_header(session, found, at)
-        if node in self._guessed:
-            self._correct(node, found, at)
-        run = node.runs[self._part(session, pool)]
-        pages = found.page[places].astype(np.int64)
-        good = pages >= run.start
-        if node.ended:
-            good &= pages < shared_pages(node)
-        lost = (table.flags[rows] & F_LOST) != 0
-        held = found.held[places].copy()
-        old = found.seq[places] <= node.retention_seq
-        held[old] = node.retention == HELD
-        if session.found_in_headers:
-            held[:] = True
-        good &= ~lost | held
-        table.flags[rows] = np.where(held, F_HELD, 0).astype(np.uint8) | np.where(lost, F_LOST, 0)
-        table.node[rows] = node.index
-        table.priority[rows] = session.priority
-        mine = rows[good]
-        if len(mine):
-            run.reach(int(pages[good].max()) + 1)
-            run.rows[pages[good] - run.start] = mine
-            last = int(pages[good].max()) * pool.layout.block_tokens + int(table.valid[mine[-1]])
+        nodes: list[Node | None],
+        named: Rows,
+        offset: NDArray[np.int64],
+        length: NDArray[np.int64],
+    ) -> None:
+        """Give each node its run of the named rows, up to the last one that is there."""
+        tokens, valid = pool.layout.block_tokens, self.world.table.valid
+        for node, first, n in zip(nodes, offset.tolist(), length.tolist(), strict=True):
+            rows = named[first : first + n]
+            if n and rows[-1] == NONE:
+                rows = rows[: int(np.flatnonzero(rows != NONE).max(initial=-1)) + 1]
+            if node is None or not len(rows):
+                continue
+            run = node.runs[self._part(node.session, pool)]
+            run.reach(run.start + len(rows))
+            run.rows[:] = rows
+            last = (run.start + run.length - 1) * tokens + int(valid[rows[-1]])
             node.tokens = max(node.tokens, last)
             self.world.node_table.tokens[node.index] = node.tokens
-        return good
 
-    def _session_of(self, pool: Pool, owner: bytes) -> Session | None:
+    def _places(
+        self, pool: Pool, found: Pieces, starts: NDArray[np.int64]
+    ) -> tuple[list[Node | None], NDArray[np.void]]:
+        """The node of each group of pieces, None where there is none, and where its blocks go."""
+        # The newest piece of a node speaks for it: others may be of an earlier session.
+        newest = np.maximum.reduceat(found.seq, starts)
+        groups = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(found)))
+        best = np.full(len(starts), len(found))
+        at = np.flatnonzero(found.seq == newest[groups])
+        np.minimum.at(best, groups[at], at)
+        nodes = [self._node(pool, piece) for piece in self._each(found.take(best))]
+        places = [_NOWHERE if node is None else self._place(node, pool) for node in nodes]
+        return nodes, np.array(places, _PLACE)
+
+    @staticmethod
+    def _each(found: Pieces) -> Iterator["_Piece"]:
+        columns = (found.owner0, found.owner1, found.node, found.parent, found.fork_tokens)
+        seq = found.seq
+        for values in zip(*(column.tolist() for column in (*columns, seq)), strict=True):
+            yield _Piece(*values)
+
+    def _place(self, node: Node, pool: Pool) -> tuple[int, int, int, int, int, bool, bool, int]:
+        session = node.session
+        return (
+            node.index, node.runs[self._part(session, pool)].start,
+            shared_pages(node) if node.ended else _EVER, session.since_seq, node.retention_seq,
+            node.retention == HELD, session.found_in_headers, session.priority,
+        )  # fmt: skip
+
+    def _node(self, pool: Pool, piece: "_Piece") -> Node | None:
+        """The node of blocks found; None when its session is closed or newer, or it is pruned."""
+        session = self._session_of(pool, piece)
+        if session is None or piece.node in session.pruned or piece.seq < session.since_seq:
+            return None
+        node = session.nodes.get(piece.node) or self._node_from_header(session, piece)
+        if node in self._guessed:
+            self._correct(node, piece)
+        return node
+
+    def _session_of(self, pool: Pool, piece: "_Piece") -> Session | None:
         """The session of blocks found; an unknown one becomes an orphan, a closed one is None."""
         tenant = pool.tenant
-        session = tenant.sessions.get(int.from_bytes(owner[:8], "little"))
+        session = tenant.sessions.get(piece.owner0)
         if session is not None:
             return session
+        owner = np.array([piece.owner0, piece.owner1], np.uint64).tobytes()
         if (tenant.name, owner) in self._closed:
             return None
         session = self.state.sessions.add_session(tenant, owner, [pool], "")
@@ -347,33 +289,29 @@ class Recovery:
         )
         return session
 
-    def _node_from_header(self, session: Session, found: Found, at: int) -> Node:
+    def _node_from_header(self, session: Session, piece: "_Piece") -> Node:
         """A node that the catalog does not know, from what its blocks say of it.
 
         While nothing is known of its parent either, that is made with no part in the root."""
         add = self.state.sessions.add_node
-        node_id, fork = int(found.node[at]), int(found.fork_tokens[at])
-        parent_id = int(found.parent[at])
-        parent = session.nodes.get(parent_id)
+        parent = session.nodes.get(piece.parent)
         if parent is None:
-            parent = add(session, parent_id, session.nodes[0], 0, HELD)
+            parent = add(session, piece.parent, session.nodes[0], 0, HELD)
             self._guessed.add(parent)
-        return add(session, node_id, parent, fork, HELD)
+        return add(session, piece.node, parent, piece.fork_tokens, HELD)
 
-    def _correct(self, node: Node, found: Found, at: int) -> None:
+    def _correct(self, node: Node, piece: "_Piece") -> None:
         """Blocks of a node whose parent was guessed say what its parent is."""
         session, above = node.session, node.parent
         self._guessed.discard(node)
-        parent = session.nodes.get(int(found.parent[at]))
+        parent = session.nodes.get(piece.parent)
         if parent is None:
-            parent = self.state.sessions.add_node(
-                session, int(found.parent[at]), session.nodes[0], 0, HELD
-            )
+            parent = self.state.sessions.add_node(session, piece.parent, session.nodes[0], 0, HELD)
             self._guessed.add(parent)
         assert above is not None
         del above.children[node.id]
         parent.children[node.id] = node
-        node.parent, node.fork_tokens = parent, int(found.fork_tokens[at])
+        node.parent, node.fork_tokens = parent, piece.fork_tokens
         for run in node.runs:
             run.start = node.fork_tokens // session.pools[0].layout.block_tokens
         table = self.world.node_table
@@ -387,37 +325,70 @@ class Recovery:
                 node.runs.append(Run(node.runs[0].start))
         return session.pools.index(pool)
 
-    def _free(self, pool: Pool, found: Found, which: NDArray[np.bool_]) -> None:
-        """Free the slots of blocks that did not become rows."""
-        for in_dram in (True, False):
-            slots = found.slots[which & (found.in_dram == in_dram)]
-            if not len(slots):
-                continue
-            self.outcome.discarded += len(slots)
-            if in_dram:
-                arena = pool.tenant.arena
-                read = (arena.words[slots] & _READERS) != 0
-                if read.any():
-                    self._doom(pool, found.take(np.flatnonzero(which & found.in_dram)[read]))
-                    slots = slots[~read]
-                if len(slots):
-                    arena.free(pool.dram, slots, READY)
-            else:
-                self.state.copies.clear(pool, slots)
+    # --------------------------------------------------------------- keyed
 
-    def _doom(self, pool: Pool, found: Found) -> None:
-        """Keep slots that clients of an earlier life may still read, without a name."""
-        rows = self.world.add_rows(len(found))
-        table = self.world.table
-        table.owner0[rows], table.owner1[rows] = found.owner0, found.owner1
-        table.checksum[rows], table.seq[rows] = found.checksum, found.seq
-        table.dram[rows], table.nvme[rows] = found.slots, NONE
-        table.pool[rows], table.node[rows] = pool.number, NONE
-        table.page[rows], table.valid[rows] = found.page, found.valid
-        table.touch[rows], table.readers[rows], table.pins[rows] = self.world.touch, 0, 0
-        table.flags[rows], table.priority[rows] = F_DOOMED, 0
-        pool.tenant.arena.row_of[found.slots] = rows + 1
-        self.world.doomed += len(rows)
+    def _name_keyed(self, rows: Rows) -> None:
+        """Put keyed blocks into the KeyIndex; lost ones are forgotten."""
+        keys, table = self.world.keys, self.world.table
+        twice = keys.insert(rows.astype(np.int32)).astype(np.int64)
+        gone = np.empty(0, np.int64)
+        if len(twice):
+            there = keys.find(table.owner0[twice], table.owner1[twice], table.pool[twice])
+            first = np.unique(there.astype(np.int64))
+            every, names = np.concatenate([first, twice]), np.concatenate([first, there])
+            names, winners, gone = settle(self.world, every, names)
+            other = winners != names
+            keys.remove(names[other].astype(np.int32))
+            keys.insert(winners[other].astype(np.int32))
+            rows = rows[~np.isin(rows, gone)]
+        lost = (table.flags[rows] & F_LOST) != 0
+        if lost.any():
+            keys.remove(rows[lost].astype(np.int32))
+            gone, rows = np.concatenate([gone, rows[lost]]), rows[~lost]
+        for pool, mine in self.world.by_pool(gone):
+            self._discard(pool, mine)
+        for i in range(0, len(rows), BATCH_ROWS):
+            for pool, mine in self.world.by_pool(rows[i : i + BATCH_ROWS]):
+                self._count(pool, mine)
+
+    # -------------------------------------------------------- what is left
+
+    def _count(self, pool: Pool, rows: Rows) -> None:
+        """Rows of a pool are named: note where they are, and count them."""
+        world, table = self.world, self.world.table
+        dram, nvme = table.dram[rows], table.nvme[rows]
+        in_dram, in_nvme = dram != NONE, nvme != NONE
+        pool.tenant.arena.row_of[dram[in_dram]] = rows[in_dram] + 1
+        world.nvme.row_of[nvme[in_nvme]] = rows[in_nvme] + 1
+        pool.clean += int(np.count_nonzero(in_dram & in_nvme))
+        pool.held += world.kept(rows)
+        self.outcome.blocks += len(rows)
+
+    def _discard(self, pool: Pool, rows: Rows) -> None:
+        """Give rows of a pool back that have no name, and their slots; what is read waits."""
+        if not len(rows):
+            return
+        table, arena = self.world.table, pool.tenant.arena
+        dram, nvme = table.dram[rows], table.nvme[rows]
+        in_dram = dram != NONE
+        slots = dram[in_dram]
+        if len(slots):
+            self.outcome.discarded += len(slots)
+            read = (arena.words[slots] & _READERS) != 0
+            doomed = rows[in_dram][read]
+            table.flags[doomed] = F_DOOMED
+            arena.row_of[slots[read]] = doomed + 1
+            self.world.doomed += len(doomed)
+            if not read.all():
+                arena.free(pool.dram, slots[~read], READY)
+            rows = rows[~np.isin(rows, doomed)]
+        self._clear(pool, nvme[nvme != NONE])
+        table.remove(rows)
+
+    def _clear(self, pool: Pool, slots: Rows) -> None:
+        if len(slots):
+            self.outcome.discarded += len(slots)
+            self.state.copies.clear(pool, slots)
 
     # ----------------------------------------------------------------- end
 
@@ -445,8 +416,25 @@ class Recovery:
                 session.holds[pool.number] = set(rows.tolist())
 
 
-def adopt_slabs(slabs: Slabs, pool: Pool, numbers: list[int], *, dram: bool) -> None:
+@dataclass(slots=True)
+class _Piece:
+    """What blocks say of their node."""
+
+    owner0: int
+    owner1: int
+    node: int
+    parent: int
+    fork_tokens: int
+    seq: int
+
+
+def adopt_slabs(slabs: Slabs, part: SlabPool, numbers: list[int]) -> None:
     """Take over the slabs that a directory gives to a pool."""
-    part = pool.dram if dram else pool.nvme
-    for slab in numbers:
-        slabs.adopt(slab, part)
+    mine = set(numbers)
+    rest = [slab for slab in slabs.free_slabs if slab not in mine]
+    for i in range(0, len(numbers), ADOPT_SLABS):
+        # Each is looked for among the free ones: among few, that does not take long.
+        slabs.free_slabs = some = numbers[i : i + ADOPT_SLABS]
+        for slab in some.copy():
+            slabs.adopt(slab, part)
+    slabs.free_slabs = rest

@@ -21,9 +21,6 @@ def _tenant(world: World, tenant: Tenant) -> dict[str, object]:
     total = tenant.arena_bytes()
     used = tenant.used_bytes()
     sessions = tenant.sessions.values()
-    table = world.table
-    numbers = np.array([pool.number for pool in pools], np.uint32)
-    rows = np.flatnonzero(table.used_mask() & (table.node == NONE)) if pools else _no_rows()
     return {
         "dram": {
             "total_bytes": total,
@@ -42,7 +39,7 @@ def _tenant(world: World, tenant: Tenant) -> dict[str, object]:
         },
         "sessions": len(sessions),
         "orphans": sum(1 for session in sessions if not session.groups),
-        "keyed_blocks": int(np.isin(table.pool[rows], numbers).sum()),
+        "keyed_blocks": sum(world.keys.count(pool.number) for pool in pools),
         "held_blocks": sum(pool.held for pool in pools),
         "clients": sum(len(group.peers) for group in tenant.groups.values()),
         "leases": len(tenant.leases),

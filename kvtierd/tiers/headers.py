@@ -18,7 +18,7 @@ import os
 import secrets
 import stat
 import time
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,10 @@ Words = NDArray[np.uint64]
 """State words. Shapes: [n]."""
 SlotArray = NDArray[np.int64]
 """Slot numbers within one header file. Shapes: [n]."""
+
+
+GAP_SLOTS: Final = 31
+"""Bodies read in vain between two that are wanted: less than a page, cheaper than another call."""
 
 
 class HeaderFile(abc.ABC):
@@ -245,11 +249,15 @@ class SpillHeaders(HeaderFile):
 
     def load_words(self) -> None:
         """Fill the mirror with the words of all slabs in use."""
-        for entry in self.slab_table().entries():
-            first = entry.slab * self.geometry.max_slots
-            part = self.words[first : first + entry.slots]
+        table = self.slab_table()
+        slabs = np.flatnonzero(table.in_use)
+        firsts = slabs * self.geometry.max_slots
+        ends = firsts + table.columns["slots"][slabs]
+        whole = np.flatnonzero(firsts[1:] != ends[:-1])  # full slabs beside each other: one read
+        starts, stops = np.append(firsts[:1], firsts[whole + 1]), np.append(ends[whole], ends[-1:])
+        for first, end in zip(starts.tolist(), stops.tolist(), strict=True):
             offset = self._words_offset + first * WORD_BYTES
-            _read_into(self.fd, part.data.cast("B"), offset, self.name)
+            _read_into(self.fd, self.words[first:end].data.cast("B"), offset, self.name)
 
     def write_word(self, slot: int, value: int) -> None:
         """Write one word to the file; the mirror stays as it is."""
@@ -268,25 +276,39 @@ class SpillHeaders(HeaderFile):
         self._write_runs(self._bodies_offset, BODY_BYTES, slots, bodies)
 
     def read_bodies(self, slots: SlotArray) -> Bodies:
-        """Read bodies from the file, one call per run."""
-        bodies = np.zeros((len(slots), BODY_WORDS), np.uint64)
+        """Read bodies from the file, one call per run; what lies in short gaps is read as well."""
+        bodies = np.empty((len(slots), BODY_WORDS), np.uint64)
         if not len(slots):
             return bodies
         order, sorted_slots = _sorted(slots)
-        target = bodies if order is None else np.zeros_like(bodies)
-        rows = target.data.cast("B")
-        for start, end in _runs(sorted_slots):
-            part = rows[start * BODY_BYTES : end * BODY_BYTES]
-            offset = self._bodies_offset + int(sorted_slots[start]) * BODY_BYTES
-            try:
-                _read_into(self.fd, part, offset, self.name)
-            except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                target[start:end] = 0
+        target = bodies if order is None else np.empty_like(bodies)
+        for start, end in _runs(sorted_slots, GAP_SLOTS):
+            some = sorted_slots[start:end]
+            first, count = int(some[0]), int(some[-1]) - int(some[0]) + 1
+            if count == len(some):
+                self._read_run(first, target[start:end])
+            else:
+                wide = np.empty((count, BODY_WORDS), np.uint64)
+                self._read_run(first, wide)
+                target[start:end] = wide[some - first]
         if order is not None:
             bodies[order] = target
         return bodies
+
+    def _read_run(self, first: int, target: Bodies) -> None:
+        """Read the bodies of neighbouring slots; of each half alone where the disk cannot."""
+        try:
+            offset = self._bodies_offset + first * BODY_BYTES
+            _read_into(self.fd, target.data.cast("B"), offset, self.name)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            half = len(target) // 2
+            if half:
+                self._read_run(first, target[:half])
+                self._read_run(first + half, target[half:])
+            else:
+                target[:] = 0
 
     def sync(self) -> None:
         """Have the disk take what was written."""
@@ -322,9 +344,10 @@ def _sorted(slots: SlotArray) -> tuple[NDArray[np.intp] | None, SlotArray]:
     return order, slots[order]
 
 
-def _runs(slots: SlotArray) -> list[tuple[int, int]]:
-    """Index ranges of sorted slots that follow each other without a gap."""
-    breaks = (np.flatnonzero(slots[1:] - slots[:-1] != 1) + 1).tolist()
+def _runs(slots: SlotArray, gap: int = 0) -> list[tuple[int, int]]:
+    """Index ranges of sorted slots that follow each other with at most `gap` others between."""
+    step = slots[1:] - slots[:-1]
+    breaks = (np.flatnonzero((step < 1) | (step > gap + 1)) + 1).tolist()
     return list(itertools.pairwise([0, *breaks, len(slots)]))
 
 

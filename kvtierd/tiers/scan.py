@@ -69,7 +69,6 @@ def scan_parts(headers: HeaderFile, table: SlabTable | None = None) -> Iterator[
     The words are those of `headers.words`; bodies come from the medium.
     """
     table = headers.slab_table() if table is None else table
-    max_slots = headers.geometry.max_slots
     slabs = np.flatnonzero(table.in_use)
     counts = table.columns["slots"][slabs].astype(np.int64)
     ends = np.cumsum(counts)
@@ -77,10 +76,7 @@ def scan_parts(headers: HeaderFile, table: SlabTable | None = None) -> Iterator[
     while first < len(slabs):
         done = int(ends[first - 1]) if first else 0
         last = max(first + 1, int(np.searchsorted(ends, done + CHUNK_SLOTS, side="right")))
-        some, many = slabs[first:last], counts[first:last]
-        starts = np.cumsum(many) - many
-        within = np.arange(int(many.sum()), dtype=np.int64) - np.repeat(starts, many)
-        yield _scan_slots(headers, table, np.repeat(some * max_slots, many) + within)
+        yield _scan_slabs(headers, table.columns[slabs[first:last]], slabs[first:last])
         first = last
 
 
@@ -102,36 +98,52 @@ def _empty() -> Scan:
 _EMPTY: Final = _empty()
 
 
-def _scan_slots(headers: HeaderFile, table: SlabTable, slots: SlotArray) -> Scan:
+def _scan_slabs(headers: HeaderFile, entries: NDArray[Any], slabs: SlotArray) -> Scan:
+    counts = entries["slots"].astype(np.int64)
+    starts = np.cumsum(counts) - counts
+    slots = np.repeat(slabs * headers.geometry.max_slots - starts, counts)
+    slots += np.arange(len(slots))
     words = headers.words[slots]
     states = word_states(words)
     is_ready = states == READY
-    is_busy = _is_in(states, _BUSY_STATES)
-    unknown = slots[~(is_ready | is_busy | (states == FREE))]
-    ready, ready_words = slots[is_ready], words[is_ready]
+    if is_ready.all():
+        busy = unknown = _EMPTY.slots
+        ready, ready_words, entry = slots, words, np.repeat(np.arange(len(slabs)), counts)
+    else:
+        is_busy = _is_in(states, _BUSY_STATES)
+        busy = np.flatnonzero(is_busy)
+        unknown = slots[~(is_ready | is_busy | (states == FREE))]
+        ready, ready_words = slots[is_ready], words[is_ready]
+        entry = np.repeat(np.arange(len(slabs)), counts)[is_ready]
     bodies = headers.read_bodies(ready)
-    valid = _valid(headers, table, ready, ready_words, bodies)
+    valid = _valid(headers, entries, entry, ready, ready_words, bodies)
     if not valid.all():
         unknown = np.union1d(unknown, ready[~valid])
         ready, ready_words, bodies = ready[valid], ready_words[valid], bodies[valid]
-    return Scan(ready, ready_words, bodies, slots[is_busy], words[is_busy], unknown)
+    return Scan(ready, ready_words, bodies, slots[busy], words[busy], unknown)
 
 
 def _valid(
-    headers: HeaderFile, table: SlabTable, slots: SlotArray, words: Words, bodies: b.Bodies
+    headers: HeaderFile,
+    entries: NDArray[Any],
+    entry: NDArray[np.int64],
+    slots: SlotArray,
+    words: Words,
+    bodies: b.Bodies,
 ) -> NDArray[np.bool_]:
+    """Which bodies are the blocks of their slots; `entry` is each slot's slab in `entries`."""
     kind = headers.superblock.kind
-    slab = table.columns[slots // headers.geometry.max_slots]
     flags, sizes = bodies[:, b.W_FLAGS], bodies[:, b.W_VALID_LENGTH]
+    length = sizes >> _32
     valid = b.verify_bodies(bodies)
     valid &= bodies[:, b.W_ZERO] == 0
     valid &= bodies[:, b.W_SEQ] & _LOW == words >> _32
     valid &= bodies[:, b.W_PLACE] == b.places(kind, slots)
-    valid &= bodies[:, b.W_LAYOUT0] == slab["layout0"]
-    valid &= bodies[:, b.W_LAYOUT1] == slab["layout1"]
-    valid &= flags & _LOW == slab["tenant"]
+    for word, name in ((b.W_LAYOUT0, "layout0"), (b.W_LAYOUT1, "layout1")):
+        valid &= bodies[:, word] == np.ascontiguousarray(entries[name])[entry]
+    valid &= flags & _LOW == entries["tenant"].astype(np.uint64)[entry]
     valid &= sizes & _LOW > 0
-    valid &= (sizes >> _32 > 0) & (sizes >> _32 <= slab["block_bytes"])
+    valid &= (length > 0) & (length <= entries["block_bytes"].astype(np.uint64)[entry])
     valid &= _one_of(flags, 32, (b.BLOCK_SESSION, b.BLOCK_KEYED))
     valid &= _one_of(flags, 40, RETENTIONS)
     checksums = (b.CHECKSUM_XXH3,) if kind is Kind.SPILL else (b.CHECKSUM_NONE, b.CHECKSUM_XXH3)
@@ -140,8 +152,7 @@ def _valid(
 
 
 def _one_of(flags: NDArray[np.uint64], shift: int, values: tuple[int, ...]) -> NDArray[np.bool_]:
-    part = (flags >> np.uint64(shift)).astype(np.uint8)
-    return _is_in(part, values)
+    return _is_in((flags >> np.uint64(shift)).astype(np.uint8), values)
 
 
 def _is_in(column: NDArray[np.uint8], values: tuple[int, ...]) -> NDArray[np.bool_]:

@@ -15,7 +15,7 @@ from kvtierd.bench import fio, plot, suite
 from kvtierd.bench.figures import Figure, load, merge, table
 from kvtierd.bench.plan import GIB, Plan
 from kvtierd.bench.suite import Benchmark
-from tests.bench import spill_raw, starts
+from tests.bench import scale, spill_raw, starts
 
 BUILD: Final = Path(__file__).parents[2] / "build"
 RESULTS: Final = BUILD / "bench.json"
@@ -25,6 +25,7 @@ BENCHMARKS: Final = {
     "start": Benchmark(starts.start, 2 * GIB),
     **suite.BENCHMARKS,
     "nvme.raw": Benchmark(spill_raw.measure, GIB, 2 * GIB),
+    "scale": Benchmark(scale.measure, 12 * GIB, 4 * GIB),
 }
 
 

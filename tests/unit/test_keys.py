@@ -109,6 +109,8 @@ class IndexLikeDict(RuleBasedStateMachine):
     def counts(self) -> None:
         assert len(self.columns.index) == len(self.model)
         assert sorted(self.columns.index.rows().tolist()) == sorted(self.model.values())
+        for tag in (0, 1, 7, U32_MAX):
+            assert self.columns.index.count(tag) == sum(key[2] == tag for key in self.model)
         self.columns.index.check()
 
 
@@ -148,6 +150,47 @@ def test_a_million_entries_come_and_go_in_a_few_bytes_each() -> None:
     index.remove(every[::2].astype(np.int32))
     found = index.find(columns.key0, columns.key1, columns.tag)
     assert (found[::2] == -1).all() and (found[1::2] == every[1::2]).all()
+    index.check()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(triples, min_size=1, max_size=40), st.integers(0, 2**32))
+def test_a_table_built_at_once_answers_like_one_filled_bit_by_bit(
+    repeated: list[Key], seed: int
+) -> None:
+    """Keys that come twice or more are refused alike, the others are found alike."""
+    n = keys.BUILD_KEYS + len(repeated)
+    rng = np.random.default_rng(seed)
+    built, filled = Columns(n), Columns(n)
+    built.key0[:] = rng.integers(0, 2**64, n, dtype=np.uint64)
+    built.key1[:] = rng.integers(0, 4, n, dtype=np.uint64)
+    built.tag[:] = rng.integers(0, 2, n, dtype=np.uint32)
+    places = rng.choice(n, 3 * len(repeated), replace=False)
+    for place, key in zip(places.tolist(), 3 * repeated, strict=True):
+        built.write(place, key)
+    for name in ("key0", "key1", "tag"):
+        getattr(filled, name)[:] = getattr(built, name)
+    order = rng.permutation(n).astype(np.int32)
+    refused = built.index.insert(order)
+    some = np.array_split(order, 7)
+    assert max(map(len, some)) < keys.BUILD_KEYS
+    assert np.array_equal(refused, np.concatenate([filled.index.insert(part) for part in some]))
+    assert len(refused) >= 2 * len(set(repeated))
+    assert sorted(built.index.rows().tolist()) == sorted(filled.index.rows().tolist())
+    for columns in (built, filled):
+        columns.index.check()
+
+
+def test_a_table_built_at_once_goes_on_growing() -> None:
+    columns = random_columns(4 * keys.BUILD_KEYS)
+    index = columns.index
+    rows = np.arange(4 * keys.BUILD_KEYS, dtype=np.int32)
+    index.insert(rows[: keys.BUILD_KEYS])
+    assert index.stashed <= keys.STASH_ENTRIES
+    for first in range(keys.BUILD_KEYS, len(rows), 1000):
+        assert not len(index.insert(rows[first : first + 1000]))
+    assert (index.find(columns.key0, columns.key1, 3) == rows).all()
+    assert index.memory_bytes <= 12 * len(rows)
     index.check()
 
 

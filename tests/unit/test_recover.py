@@ -8,6 +8,7 @@ import pytest
 from kvtier_client import errors, wire
 from kvtier_client.wire import CACHED, HELD, HeldLease
 from kvtierd.catalog import rows
+from kvtierd.core import recover
 from kvtierd.core.blocks import F_HELD
 from kvtierd.core.slabs import QUARANTINED, WRITING
 from kvtierd.tiers.spill_io import Status
@@ -200,6 +201,53 @@ def test_after_a_reboot_what_was_on_nvme_is_there(core: Fixture) -> None:
     core.client.do(wire.ResumeSession, TOKEN)
     assert sorted(core.tiers()) == [2, 3, 4, 5]
     assert core.read(2, 4) == [102, 103, 104, 105]
+
+
+def test_blocks_written_in_any_order_come_back_to_their_pages(
+    core: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes are named a few at a time, their blocks lie in pieces, and some have two copies."""
+    monkeypatch.setattr(recover, "BATCH_ROWS", 4)
+    other = core.open(b"2" * 16)
+    core.client.do(wire.Fork, core.session, 1, 0, 8)
+    values: dict[tuple[int, int, int], int] = {}
+    for turn, page in enumerate([5, 0, 3, 1, 4, 2, 6]):
+        for session, node in ((core.session, 0), (other, 0), (core.session, 1)):
+            at = page + 2 if node else page
+            [value] = core.store([at], 100 * turn + session % 50, session=session, node=node)
+            values[session, node, at] = value
+        core.evict(turn)
+    core.read(0, 3)
+    restart(core)
+    core.client.do(wire.ResumeSession, b"2" * 16)
+    for (session, node, page), value in values.items():
+        assert core.read(page, 1, session=session, node=node) == [value]
+
+
+def test_a_lost_copy_of_a_block_in_dram_loses_nothing(core: Fixture) -> None:
+    values = core.store([0, 1])
+    core.evict(2)
+    assert core.read(0, 2) == values
+    core.host.disk.lost_payload = True
+    restart(core)
+    core.host.disk.lost_payload = False
+    assert core.host.outcome.lost == 0
+    assert core.read(0, 2) == values
+    core.host.settle()
+    assert core.host.tenant().pools[core.print].nvme.used == 0
+
+
+def test_a_gap_at_the_end_of_a_node_is_not_remembered(core: Fixture) -> None:
+    core.store([0, 1, 7], 100, retention=CACHED)
+    core.evict(3)
+    core.host.disk.pages[:] = 0
+    core.host.disk.lost_payload = True
+    core.store([2], 300)
+    restart(core)
+    core.host.disk.lost_payload = False
+    run = core.host.tenant().sessions[core.session].nodes[0].runs[0]
+    assert run.length == 3
+    assert core.read(2, 1) == [302]
 
 
 # ------------------------------------------------------------ without a catalog

@@ -1,0 +1,1 @@
+"""kvtierd beside other stores of the same bytes on the same host: `make bench-peers`."""
