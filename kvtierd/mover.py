@@ -104,8 +104,8 @@ class Mover:
 
     def _begin(self, move: _Move) -> bool:
         """Hand a job to the spill tier; False when its queue has no room for it."""
-        if move.size_bytes > self._spill.room_bytes(move.priority):
-            return False
+        if self._running and move.size_bytes > self._spill.room_bytes(move.priority):
+            return False  # when nothing runs, a job may be larger than the whole queue
         try:
             self._spill.submit(move.job, self._done_from_thread(move.action))
         except QueueFull:

@@ -15,7 +15,7 @@ from kvtierd.core.blocks import Slots
 from kvtierd.core.found import Found, FoundNode, FoundSession
 from kvtierd.core.leases import Member
 from kvtierd.core.reclaim import FoundMember
-from kvtierd.core.recover import Outcome, Recovery, adopt_slabs
+from kvtierd.core.recover import Outcome, Recovery
 from kvtierd.core.slabs import CLEARING, Slabs, word
 from kvtierd.core.state import State
 from kvtierd.core.tenant import Pool, Tenant
@@ -172,8 +172,8 @@ class Restore:
                 self._set_aside(tenant, fingerprint, *slabs)
 
     def _adopt(self, pool: Pool, dram: list[int], nvme: list[int]) -> None:
-        adopt_slabs(pool.tenant.arena, pool.dram, dram)
-        adopt_slabs(self.state.world.nvme, pool.nvme, nvme)
+        pool.tenant.arena.adopt(dram, pool.dram)
+        self.state.world.nvme.adopt(nvme, pool.nvme)
 
     def _set_aside(
         self, tenant: Tenant, fingerprint: bytes, dram: list[int], nvme: list[int]

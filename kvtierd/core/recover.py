@@ -28,13 +28,11 @@ from kvtierd.core.found import (
     pieces,
     settle,
 )  # fmt: skip
-from kvtierd.core.slabs import READY, SlabPool, Slabs
+from kvtierd.core.slabs import READY
 from kvtierd.core.state import State
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.tree import Node, Run, Session, shared_pages
 
-ADOPT_SLABS: Final = 256
-"""Slabs taken over in one go."""
 BATCH_ROWS: Final = 1 << 18
 """Blocks named in one pass, so that memory stays bounded (a single node may have more)."""
 
@@ -426,15 +424,3 @@ class _Piece:
     parent: int
     fork_tokens: int
     seq: int
-
-
-def adopt_slabs(slabs: Slabs, part: SlabPool, numbers: list[int]) -> None:
-    """Take over the slabs that a directory gives to a pool."""
-    mine = set(numbers)
-    rest = [slab for slab in slabs.free_slabs if slab not in mine]
-    for i in range(0, len(numbers), ADOPT_SLABS):
-        # Each is looked for among the free ones: among few, that does not take long.
-        slabs.free_slabs = some = numbers[i : i + ADOPT_SLABS]
-        for slab in some.copy():
-            slabs.adopt(slab, part)
-    slabs.free_slabs = rest

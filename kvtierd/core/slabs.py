@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtierd.core.blocks import Places, Slots, span
+from kvtierd.sparse import sparse_zeros
 
 FREE: Final = 0
 WRITING: Final = 1
@@ -92,7 +93,7 @@ class Slabs:
         assert len(words) == slabs * max_slots
         self.slabs, self.slab_bytes, self.max_slots = slabs, slab_bytes, max_slots
         self.words, self.word_view = words, words.data
-        self.row_of = np.zeros(len(words), np.int32)  # row + 1; zeros stay untouched memory
+        self.row_of = sparse_zeros(len(words), np.int32)  # row + 1
         self.row_view = self.row_of.data
         self.free_slabs = list(range(slabs - 1, -1, -1))
         self.pool_of: list[SlabPool | None] = [None] * slabs
@@ -100,20 +101,23 @@ class Slabs:
         self.epoch = 0  # counts whatever may have left a pool less room than it had
         self._on_assign = on_assign
 
-    def adopt(self, slab: int, pool: SlabPool) -> None:
-        """Take over a slab that an earlier life had assigned; the words say what is in it."""
-        self.free_slabs.remove(slab)
-        self.pool_of[slab] = pool
-        base = slab * self.max_slots
-        states = (self.words[base : base + pool.slots_per_slab] & _STATE_MASK).astype(np.int64)
-        for state, n in enumerate(np.bincount(states, minlength=STATES).tolist()):
-            pool.counts[state] += n
-        pool.free[slab] = int((states == FREE).sum())
-        if pool.free[slab]:
-            pool.open[slab] = None
-        if pool.free[slab] == pool.slots_per_slab:
-            pool.empty[slab] = None
-            self._empty += 1
+    def adopt(self, numbers: list[int], pool: SlabPool) -> None:
+        """Take over slabs that an earlier life had assigned; the words say what is in them."""
+        mine = set(numbers)
+        self.free_slabs = [slab for slab in self.free_slabs if slab not in mine]
+        for slab in numbers:
+            base = slab * self.max_slots
+            states = (self.words[base : base + pool.slots_per_slab] & _STATE_MASK).astype(np.uint8)
+            counts = np.bincount(states, minlength=STATES).tolist()
+            for state, n in enumerate(counts):
+                pool.counts[state] += n
+            self.pool_of[slab] = pool
+            pool.free[slab] = counts[FREE]
+            if counts[FREE]:
+                pool.open[slab] = None
+            if counts[FREE] == pool.slots_per_slab:
+                pool.empty[slab] = None
+                self._empty += 1
 
     @property
     def unused_slabs(self) -> int:
@@ -157,8 +161,9 @@ class Slabs:
         inside = slab in pool.open and slab not in pool.draining and first + n <= end
         if inside and not np.count_nonzero(self.words[first : first + n]):
             return first
-        roomy = (s for s, free in pool.free.items() if free >= n and s not in pool.draining)
-        for slab in itertools.islice(roomy, GAP_SLABS):
+        for slab in itertools.islice(pool.open, GAP_SLABS):
+            if pool.free[slab] < n or slab in pool.draining:
+                continue
             base = slab * self.max_slots
             used = np.flatnonzero(self.words[base : base + pool.slots_per_slab])
             edges = np.concatenate(([-1], used, [pool.slots_per_slab]))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvtier_client import wire
 from kvtier_client.errors import (
+    ConnectionLost,
     InvalidArgument,
     KvtierError,
     LeaseExpired,
@@ -110,6 +111,8 @@ class State:
             verb = self._verbs.get(type(req))
             if verb is None:
                 raise InvalidArgument("hello was said already on this connection")
+            if not peer.open:
+                raise ConnectionLost("the process that asked has ended; nothing is given to it")
             result = verb(peer, req)
             if type(result) is Ticket:
                 self._queue(result)
@@ -213,23 +216,29 @@ class State:
     def closed(self, peer: Peer, now_s: float) -> None:
         """A connection closed; its process may still live, and its leases with it."""
         self.world.now_s = now_s
+        self._close(peer)
+        self.pump(peer.group.tenant)
+
+    def _close(self, peer: Peer) -> None:
+        """Nothing is answered or granted any more on a connection."""
         peer.open = False
         group = peer.group
         group.peers.discard(peer)
-        group.idle_since_s = now_s
+        group.idle_since_s = self.world.now_s
         tenant = group.tenant
         for queue in (tenant.waiting, tenant.loading):
             for ticket in [t for t in queue if t.peer is peer]:
                 queue.remove(ticket)
                 self.reads.cancel_ticket(ticket)
         peer.tickets.clear()
-        self.pump(tenant)
 
     def process_died(self, member: Member, now_s: float) -> None:
         """A client process is dead; with the last of a group, its leases end."""
         self.world.now_s = now_s
         member.alive = False
         group = member.group
+        for peer in [p for p in group.peers if p.member is member]:
+            self._close(peer)  # its last requests may come after the news of its death
         if group.alive:
             # Its leases are the group's, which may use them; so its record stays for a restart.
             self.reclaim.end_unclaimed(group, member, set())

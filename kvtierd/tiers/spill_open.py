@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtierd.sparse import sparse_zeros
 from kvtierd.tiers.blockio import Kernel, LinuxKernel
 from kvtierd.tiers.direct_io import choose
 from kvtierd.tiers.errors import StartError
@@ -38,7 +39,7 @@ def open_spill(
     """
     kernel = LinuxKernel() if kernel is None else kernel
     geometry = settings.geometry()
-    words = np.zeros(len(settings.paths) * geometry.total_slots, np.uint64)
+    words = sparse_zeros(len(settings.paths) * geometry.total_slots, np.uint64)
     directories: list[LockedDirectory] = []
     files: list[SpillFile] = []
     try:

@@ -130,8 +130,7 @@ def test_a_slab_of_an_earlier_life_is_counted_from_its_words() -> None:
     tier.take(tier.small, 10)
     later = Slabs(3, SLAB_BYTES, 8, tier.slabs.words, tier.note)
     pool = SlabPool(0, 4096, 8)
-    later.adopt(0, pool)
-    later.adopt(1, pool)
+    later.adopt([0, 1], pool)
     assert pool.counts == tier.small.counts
     assert later.available(pool) == tier.slabs.available(tier.small)
 
