@@ -1,7 +1,7 @@
 """What a load on the disk does to those who only need memory, and how writers are slowed down.
 
-Phases without and with the load take turns. The load is a client of its own that stores blocks as
-fast as the disk takes them; what is watched stays in DRAM, because its session goes before.
+Phases without and with the load take turns. The load is a spill of many blocks at once; what is
+watched stays in DRAM, because its session goes before.
 """
 
 import itertools
@@ -16,8 +16,7 @@ from kvtier_client.admin import AdminClient
 from kvtier_client.client import Session
 from kvtier_client.errors import DaemonError
 from kvtierd.bench import fio
-from kvtierd.bench.clients import clients
-from kvtierd.bench.daemons import BLOCK_BYTES, BLOCK_TOKENS, daemon, layout, wait_for
+from kvtierd.bench.daemons import BLOCK_BYTES, BLOCK_TOKENS, TENANT, daemon, layout, wait_for
 from kvtierd.bench.figures import Figure, middle
 from kvtierd.bench.memory import Buffers, seconds
 from kvtierd.bench.plan import MIB, Plan
@@ -25,12 +24,13 @@ from kvtierd.bench.round_trips import Caller
 
 ROUNDS: Final = 7
 WARM_ROUNDS: Final = 1
-PHASE_S: Final = 0.8
-RAMP_S: Final = 0.4
-"""From the load's begin until it is at full speed."""
+SLICE_S: Final = 0.05
+"""How long is measured before it is asked whether the spill still runs."""
+IDLE_S: Final = 0.4
 BLOCKS: Final = 64
+LOAD_BLOCKS: Final = 768
 PRIORITY_MAX: Final = 255
-ARENA_BYTES: Final = 512 * MIB
+ARENA_BYTES: Final = 1024 * MIB
 SPILL_BYTES: Final = 1536 * MIB
 P99_BUDGET: Final = 4.0
 
@@ -42,11 +42,16 @@ CALL_BLOCKS: Final = 8
 STALL_BUDGET_S: Final = 1.0
 
 
-def p99_us(probe: Callable[[], object], phase_s: float) -> float:
-    """99th percentile of a call that is repeated for some time."""
-    end_s, taken_s = time.monotonic() + phase_s, []
+def timed(probe: Callable[[], object], duration_s: float) -> list[float]:
+    """Seconds of each call of a probe that is repeated for some time."""
+    end_s, taken_s = time.monotonic() + duration_s, []
     while time.monotonic() < end_s:
         taken_s.append(seconds(probe))
+    return taken_s
+
+
+def p99_us(taken_s: list[float]) -> float:
+    """The 99th percentile."""
     return float(np.percentile(taken_s, 99)) * 1e6
 
 
@@ -60,18 +65,51 @@ def quiet(admin: AdminClient) -> None:
     wait_for(admin, "the disk is idle", still)
 
 
+class Load:
+    """Blocks in DRAM that go to NVMe all at once when an operator asks."""
+
+    def __init__(self, client: Client, admin: AdminClient, blocks: int) -> None:
+        self.admin, self.blocks, self.node = admin, blocks, 0
+        self.memory = Buffers(BLOCKS, BLOCK_BYTES)
+        self.session = client.open_session([layout()])
+        self.speeds: list[float] = []
+
+    def under(self, probe: Callable[[], object]) -> list[float]:
+        """Seconds of each call of a probe while the blocks are spilled."""
+        self.node += 1
+        self.session.fork(self.node, 0, 0)
+        for page in range(0, self.blocks, BLOCKS):
+            self.session.swap_out(
+                self.memory.sources,
+                (page, page + BLOCKS),
+                BLOCK_TOKENS,
+                node=self.node,
+                wait_s=30.0,
+            )
+        begun_s, taken_s = time.monotonic(), list[float]()
+        if self.admin.call("evict", tenant=TENANT, blocks=self.blocks)["blocks"] != self.blocks:
+            raise DaemonError("not all blocks of the load began to move to NVMe")
+        while self.admin.call("stats")["counters"]["spilled_blocks"] < self.node * self.blocks:
+            taken_s += timed(probe, SLICE_S)
+        self.speeds.append(self.blocks * BLOCK_BYTES / (time.monotonic() - begun_s))
+        self.session.prune(self.node)
+        quiet(self.admin)
+        return taken_s
+
+
 def under_spill(plan: Plan) -> list[Figure]:
-    """99th percentiles of a swap-in from DRAM and of a bare round trip, idle and under the load."""
-    memory, phase_s = Buffers(BLOCKS, BLOCK_BYTES), plan.duration_s(PHASE_S)
+    """99th percentiles of a swap-in from DRAM and of a bare round trip, idle and under a spill."""
+    memory = Buffers(BLOCKS, BLOCK_BYTES)
+    calm = {"high_watermark": 1.0, "low_watermark": 0.99}
     with (
-        daemon(plan, ARENA_BYTES, SPILL_BYTES) as process,
+        daemon(plan, ARENA_BYTES, SPILL_BYTES, spill={"preallocate": True}, arena=calm) as process,
         Client(process.client_path, name="bench", prefault=True) as client,
         Caller(process.client_path) as caller,
         AdminClient(process.admin_path) as admin,
-        clients(1, process.client_path) as load,
     ):
         kv = client.open_session([layout()], priority=PRIORITY_MAX)
         kv.swap_out(memory.sources, (0, BLOCKS), BLOCK_TOKENS)
+        load = Load(client, admin, plan.part(LOAD_BLOCKS // BLOCKS) * BLOCKS)
         turns = itertools.cycle(enumerate(memory.targets))
 
         def swap_in() -> None:
@@ -83,20 +121,15 @@ def under_spill(plan: Plan) -> list[Figure]:
             "echo": lambda: caller.ask("get_blob", caller.session, NO_NODE),
         }
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in probes}
-        speeds = []
         for turn in range(WARM_ROUNDS + plan.rounds(ROUNDS)):
             for name, probe in probes.items():
-                idle_us = p99_us(probe, phase_s)
-                load.begin("spill", RAMP_S + phase_s)
-                time.sleep(RAMP_S)
-                loaded_us = p99_us(probe, phase_s)
-                speeds.append(load.end() / (RAMP_S + phase_s) / 2e9)
-                quiet(admin)
+                idle_us = p99_us(timed(probe, plan.duration_s(IDLE_S)))
+                loaded_us = p99_us(load.under(probe))
                 if turn >= WARM_ROUNDS:
                     found[name].append((idle_us, loaded_us))
         if admin.call("stats")["counters"]["restored_blocks"]:
             raise DaemonError("blocks that should have stayed in DRAM were on NVMe")
-    disk = f"spill of {np.median(speeds):.2f} GB/s"
+    disk = f"spill of {np.median(load.speeds) / 1e9:.2f} GB/s"
     return [figure for name, pairs in found.items() for figure in _compared(name, pairs, disk)]
 
 

@@ -69,11 +69,13 @@ def rising(values: NDArray[Any]) -> bool:
 
 
 def span(places: NDArray[np.int64]) -> Places:
-    """The same places as a slice, if they are neighbours in rising order: it is far cheaper."""
+    """The same places as a slice, if they are neighbours in rising order: it is far cheaper.
+
+    Places that begin with NONE stay as they are: as a slice, -1 would count from the end."""
     n = len(places)
     if n > 1:
         first = places.item(0)
-        if places.item(n - 1) - first == n - 1 and rising(places):
+        if first >= 0 and places.item(n - 1) - first == n - 1 and rising(places):
             return slice(first, first + n)
     return places
 

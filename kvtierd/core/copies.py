@@ -74,31 +74,35 @@ class Copies:
     def drop_of(self, pool: Pool, rows: Rows) -> None:
         """The same for rows of one pool."""
         world, table = self.world, self.world.table
-        at = span(rows)
+        at, n = span(rows), len(rows)
         use = table.use[at]
-        pool.held -= int(np.count_nonzero(use & U_KEPT))
-        if not np.count_nonzero(use & U_BUSY):
+        first = use[0]
+        if np.count_nonzero(use == first) == n:  # as nearly always
+            kept, idle = n * bool(first & U_KEPT), not first & U_BUSY
+        else:
+            kept, idle = int(np.count_nonzero(use & U_KEPT)), not np.count_nonzero(use & U_BUSY)
+        pool.held -= kept
+        if idle:
             self._free_rows(pool, rows, at)
             return
         busy = (use & U_BUSY) != 0
-        doomed, idle = rows[busy], rows[~busy]
+        doomed, rest = rows[busy], rows[~busy]
         table.flags[doomed] = (table.flags[doomed] & ~np.uint8(F_HELD)) | F_DOOMED
         table.pins[doomed] = 0
         world.doomed += len(doomed)
-        if len(idle):
-            self._free_rows(pool, idle, idle)
+        if len(rest):
+            self._free_rows(pool, rest, rest)
 
     def _free_rows(self, pool: Pool, rows: Rows, at: Places) -> None:
         table, n = self.world.table, len(rows)
         dram, nvme = table.dram[at], table.nvme[at]
         in_dram = dram != NONE
-        have_dram = np.count_nonzero(in_dram)
         if np.count_nonzero(nvme == NONE) < n:
             in_nvme = nvme != NONE
             pool.clean -= int(np.count_nonzero(in_dram & in_nvme))
             self.clear(pool, nvme[in_nvme])
-        if have_dram:
-            slots = dram if have_dram == n else dram[in_dram]
+        slots = dram if np.count_nonzero(in_dram) == n else dram[in_dram]
+        if len(slots):
             pool.tenant.arena.free(pool.dram, slots, READY)
         table.remove(rows)
 

@@ -3,12 +3,19 @@
 import numpy as np
 import pytest
 
-from kvtierd.core.blocks import BlockTable, NodeTable, span
+from kvtierd.core.blocks import NONE, BlockTable, NodeTable, span
 
 
 @pytest.mark.parametrize(
     ("places", "index"),
-    [([4, 5, 6], slice(4, 7)), ([4, 6, 5, 7], None), ([6, 5, 4], None), ([4], None), ([], None)],
+    [
+        ([4, 5, 6], slice(4, 7)),
+        ([4, 6, 5, 7], None),
+        ([6, 5, 4], None),
+        ([4], None),
+        ([], None),
+        ([NONE, 0, 1], None),
+    ],
 )
 def test_neighbours_in_rising_order_become_a_slice(places: list[int], index: slice | None) -> None:
     found = span(np.array(places, np.int64))

@@ -92,6 +92,21 @@ def test_leases_end_when_the_last_process_of_their_group_is_dead(core: Fixture) 
     assert lease.lease not in core.host.tenant().leases
 
 
+def test_a_dead_process_is_given_nothing_that_it_asked_for_before(core: Fixture) -> None:
+    """Its last requests may be read after the news of its death."""
+    host, dead = core.host, core.host.spawn()
+    most = core.reserve(22)
+    waits = dead.send(wire.Reserve, dead.counter(), core.print, 5, wait_s=30.0)
+    assert dead.peer is not None
+    host.state.process_died(dead.peer.member, host.clock.now_s)
+    core.client.do(wire.Abort, most.lease)
+    assert dead.answer(waits) is None
+    with refused(errors.ConnectionLost):
+        dead.do(wire.Reserve, dead.counter(), core.print, 1)
+    assert host.tenant().leases == {}
+    assert states(core) == (0, 0)
+
+
 def test_a_closed_connection_keeps_its_leases(core: Fixture) -> None:
     lease = core.reserve(2)
     core.client.disconnect()
