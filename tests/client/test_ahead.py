@@ -196,6 +196,7 @@ def test_a_window_is_given_back_when_it_could_be_wrong_or_unwanted(
 ) -> None:
     session = stored(client, layout)
     read(session, *range(4))
+    settle(client)  # the next window has been granted too
     assert daemon.reading != []
     before = daemon.reading
     EVENTS[event](client, session, daemon)
