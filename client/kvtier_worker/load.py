@@ -109,9 +109,18 @@ def _convert(gguf: str, directory: str) -> None:
         with open(os.path.join(draft, "config.json"), "w", encoding="utf-8") as file:
             json.dump(config, file, indent=2)
         convert_gguf_tokenizer(gguf, draft)
-        os.rename(draft, directory)
+        take_name(draft, directory)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def take_name(draft: str, directory: str) -> None:
+    """Give a finished directory its name, unless another process was faster. Errors: OSError."""
+    try:
+        os.rename(draft, directory)
+    except OSError:
+        if not os.path.isdir(directory):
+            raise
 
 
 def _weight_files(directory: str) -> list[str]:

@@ -344,6 +344,10 @@ class Host:
             def put(owner: Any, name: str, value: Any) -> None:
                 stack.enter_context(mock.patch.object(owner, name, value))
 
+            for logger in map(logging.getLogger, ("kvtier_client", "kvtierd")):
+                stack.callback(logger.setLevel, logger.level)
+                logger.setLevel(logging.CRITICAL)  # thousands of faults are meant to happen
+
             for name, module in list(sys.modules.items()):
                 if name.partition(".")[0] in ("kvtierd", "kvtier_client"):
                     if getattr(module, "time", None) is time:
@@ -384,7 +388,3 @@ class Host:
 def _once(call: Callable[[], None]) -> Callable[[], None]:
     left = [call]
     return lambda: left.pop()() if left else None
-
-
-logging.getLogger("kvtier_client").setLevel(logging.CRITICAL)
-logging.getLogger("kvtierd").setLevel(logging.CRITICAL)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier_worker.errors import UnsupportedModel
 from kvtier_worker.gguf_file import read_gguf
-from kvtier_worker.load import load_model, read_config
+from kvtier_worker.load import load_model, read_config, take_name
 from kvtier_worker.model import Llama
 from kvtier_worker.tile import TILE_ROWS, Row, build_tile
 from tests.worker.tiny import (
@@ -135,3 +135,15 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_two_seeds_are_two_models() -> None:
     prompt = random_prompts(1)[0]
     assert not torch.equal(logits_of(tiny_model(0), prompt), logits_of(tiny_model(1), prompt))
+
+
+def test_of_two_conversions_at_once_the_first_one_stays(tmp_path: Path) -> None:
+    place = tmp_path / "model.hf"
+    for name in ("first", "second"):
+        draft = tmp_path / name
+        draft.mkdir()
+        (draft / "config.json").write_text(name)
+        take_name(str(draft), str(place))
+    assert (place / "config.json").read_text() == "first"
+    with pytest.raises(FileNotFoundError):
+        take_name(str(tmp_path / "none"), str(tmp_path / "other.hf"))
