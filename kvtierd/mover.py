@@ -136,7 +136,7 @@ class Mover:
 
     def _done(self, action: Demote | Promote | Clear, result: JobResult) -> None:
         """A job has ended: tell the core, then begin what waited."""
-        self._running.discard(action.batch)
+        self._running.remove(action.batch)
         now_s = self._loop.time()
         outcome: NDArray[np.uint8] = _OUTCOME[result.status]
         if isinstance(action, Demote):

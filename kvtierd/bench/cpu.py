@@ -2,7 +2,6 @@
 
 from typing import Final
 
-from kvtier_client import Client
 from kvtierd.bench import nvme
 from kvtierd.bench.daemons import BLOCK_BYTES, BLOCK_TOKENS, daemon, layout
 from kvtierd.bench.figures import Figure, middle
@@ -35,7 +34,7 @@ def dram(plan: Plan) -> list[float]:
     repeats = plan.part(ROUND_BYTES) // (BLOCKS * BLOCK_BYTES)
     with (
         daemon(plan, ARENA_BYTES) as process,
-        Client(process.client_path, name="bench", prefault=True) as client,
+        process.client() as client,
     ):
         kv = client.open_session([layout()])
         for turn in range(plan.rounds(ROUNDS)):

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import psutil
 
-from kvtier_client import Layout
+from kvtier_client import Client, Layout
 from kvtier_client.admin import AdminClient
 from kvtier_client.errors import DaemonError
 from kvtierd.bench.plan import KIB, MIB, Plan
@@ -91,6 +91,10 @@ class Daemon:
     def _serves(self) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             return probe.connect_ex(self.admin_path) == 0
+
+    def client(self) -> Client:
+        """A client that has touched the whole arena before it moves anything."""
+        return Client(self.client_path, name="bench", prefault=True)
 
     def end(self) -> None:
         """Kill it: it keeps nothing that anybody needs."""

@@ -30,7 +30,7 @@ def session(plan: Plan) -> Iterator[tuple[Client, Session]]:
     """A session of a daemon of its own, for blocks of 1 MiB."""
     with (
         daemon(plan, ARENA_BYTES) as process,
-        Client(process.client_path, name="bench", prefault=True) as client,
+        process.client() as client,
     ):
         yield client, client.open_session([layout()])
 

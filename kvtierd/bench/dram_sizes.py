@@ -43,7 +43,7 @@ def sweep(plan: Plan) -> list[Figure]:
     found = []
     with (
         daemon(plan, ARENA_BYTES) as process,
-        Client(process.client_path, name="bench", prefault=True) as client,
+        process.client() as client,
     ):
         for size in plan.some(SIZES):
             for batch, blocks in batches(size).items():
@@ -127,7 +127,7 @@ def latency(plan: Plan) -> list[Figure]:
     found = []
     with (
         daemon(plan, ARENA_BYTES) as process,
-        Client(process.client_path, name="bench", prefault=True) as client,
+        process.client() as client,
     ):
         for size in plan.some(SIZES):
             taken_us = _one_block_us(client, size, plan.part(SAMPLES))

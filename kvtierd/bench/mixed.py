@@ -103,7 +103,7 @@ def under_spill(plan: Plan) -> list[Figure]:
     calm = {"high_watermark": 1.0, "low_watermark": 0.99}
     with (
         daemon(plan, ARENA_BYTES, SPILL_BYTES, spill={"preallocate": True}, arena=calm) as process,
-        Client(process.client_path, name="bench", prefault=True) as client,
+        process.client() as client,
         Caller(process.client_path) as caller,
         AdminClient(process.admin_path) as admin,
     ):
@@ -153,7 +153,7 @@ def writer(plan: Plan) -> list[Figure]:
         daemon(
             plan, arena_bytes, 4 * size_bytes, spill={"preallocate": True}, arena=WRITER_SLABS
         ) as process,
-        Client(process.client_path, name="bench", prefault=True) as client,
+        process.client() as client,
         AdminClient(process.admin_path) as admin,
     ):
         kv = client.open_session([layout()])

@@ -173,6 +173,11 @@ class BlockTable:
         for column, values in columns.items():
             getattr(self, column)[rows] = values
 
+    def kept(self, rows: Places) -> NDArray[np.bool_]:
+        """Which rows may not be dropped: HELD or pinned ones."""
+        kept: NDArray[np.bool_] = (self.use[rows] & U_KEPT) != 0
+        return kept
+
     def use_of(self, row: int) -> Use:
         """Some columns of one row; the short path of one read."""
         checksum, valid, touch = _READ.unpack_from(self._names_view, row * _READ.size)

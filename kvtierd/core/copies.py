@@ -48,8 +48,6 @@ MISMATCH: Final = 1
 IO_ERROR: Final = 2
 CANCELLED: Final = 3
 
-_INFLIGHT: Final = F_MOVING | F_FILLING
-
 
 def batch_blocks(pool: Pool) -> int:
     """How many blocks of a pool are moved together."""
@@ -142,7 +140,7 @@ class Copies:
         if not np.count_nonzero(table.flags[span(rows)] & (F_DOOMED | F_LOST)):
             return
         flags = table.flags[rows]
-        idle = ((flags & _INFLIGHT) == 0) & (table.readers[rows] == 0)
+        idle = (table.use[rows] & U_BUSY) == 0
         doomed = (flags & F_DOOMED) != 0
         gone, lost = rows[idle & doomed], rows[idle & ~doomed & ((flags & F_LOST) != 0)]
         if len(gone):
@@ -287,7 +285,7 @@ class Copies:
             table.nvme[rows] = NONE
         doomed = (table.flags[rows] & F_DOOMED) != 0
         named = rows[~doomed]
-        kept = (table.pins[named] > 0) | ((table.flags[named] & F_HELD) != 0)
+        kept = table.kept(named)
         table.flags[named[kept]] |= F_LOST
         world.counters["lost_blocks"] += int(np.count_nonzero(kept))
         world.unname(named[~kept])

@@ -74,9 +74,7 @@ class Evictor:
 
     def _droppable(self, rows: Rows) -> NDArray[np.bool_]:
         """Which rows nobody holds."""
-        table = self.world.table
-        free: NDArray[np.bool_] = ((table.flags[rows] & F_HELD) == 0) & (table.pins[rows] == 0)
-        return free
+        return ~self.world.table.kept(rows)
 
     def _drop_cached(self, rows: Rows) -> int:
         if len(rows):
@@ -184,7 +182,7 @@ class Evictor:
             hand = (hand + 1) % len(slabs)
             rows = rows_at(nvme, nvme.slots_of(pool.nvme, slabs[hand]))
             idle = rows[((table.flags[rows] & F_BUSY) == 0)]
-            kept = ((table.flags[idle] & F_HELD) != 0) | (table.pins[idle] > 0)
+            kept = table.kept(idle)
             in_dram = table.dram[idle] != NONE
             drop = idle[~kept & ~in_dram][:n]
             n -= self._drop_cached(drop)

@@ -57,15 +57,15 @@ class Run:
         if keep >= self.length:
             return np.empty(0, np.int64)
         gone = self.data[keep : self.length]
-        if not keep:  # of the whole run nothing is left that could be changed
+        if keep:
+            gone = gone.copy()
+            self.data[keep : self.length] = NONE
+        else:  # nothing of the run is left: its memory goes to the caller
             self.data = np.empty(0, np.int64)
-            self.view, self.length = self.data.data, 0
-            return gone if np.count_nonzero(gone == NONE) == 0 else gone[gone != NONE]
-        named = gone != NONE
-        gone = gone.copy() if np.count_nonzero(named) == len(gone) else gone[named]
-        self.data[keep : self.length] = NONE
+            self.view = self.data.data
         self.length = keep
-        return gone
+        named = gone != NONE
+        return gone if np.count_nonzero(named) == len(gone) else gone[named]
 
 
 class Node:

@@ -129,9 +129,8 @@ class Victims:
         keys: NDArray[np.uint64] = (group << np.uint64(53)) | tail
         keys |= self._last_use(table.touch[at], nodes).astype(np.uint64) << np.uint64(16)
         if not clean:
-            length = np.log2(self.world.node_table.tokens + 1.0).astype(np.uint64)
-            kept = (use & U_KEPT) != 0
-            keys |= np.where(kept, length[nodes] << np.uint64(48), np.uint64(0))
+            length = np.minimum(np.log2(self.world.node_table.tokens + 1.0), 31).astype(np.uint64)
+            keys |= np.where(use & U_KEPT, length[nodes] << np.uint64(48), np.uint64(0))
         return keys
 
     def _last_use(self, touch: NDArray[np.uint32], nodes: NDArray[np.int32]) -> NDArray[np.uint32]:

@@ -12,7 +12,6 @@ from kvtier_client.errors import InvalidArgument
 from kvtierd.core.actions import Action
 from kvtierd.core.blocks import (
     F_DOOMED,
-    F_HELD,
     NONE,
     U_KEPT,
     BlockTable,
@@ -184,8 +183,7 @@ class World:
     def pin(self, pool: Pool, rows: Rows) -> None:
         """Rows of one pool may not be dropped, once more."""
         table = self.table
-        kept = (table.pins[rows] > 0) | ((table.flags[rows] & F_HELD) != 0)
-        pool.held += int(len(rows) - np.count_nonzero(kept))
+        pool.held += len(rows) - self.kept(rows)
         pool.tenant.arena.epoch += 1
         table.pins[rows] += 1
 

@@ -17,8 +17,9 @@ import psutil
 from kvtierd.bench.figures import Figure, middle
 from kvtierd.bench.plan import Plan
 from tests.bench import synthetic
+from tests.bench.starts import launched_s
 from tests.support.daemon import DaemonProcess
-from tests.support.raw import HELD, Closed, RawClient, u32
+from tests.support.raw import HELD, RawClient, u32
 
 FEW: Final = 10_000
 MANY: Final = 1_000_000
@@ -55,17 +56,7 @@ class Host:
         """Seconds from the start of a process on what a killed one left to its answer to HELLO."""
         if self.daemon.process is not None:
             self.daemon.kill()
-        begun = time.perf_counter()
-        process = self.daemon.launch()
-        while True:
-            try:
-                with RawClient(self.daemon.client_path) as client:
-                    client.hello()
-                return time.perf_counter() - begun
-            except (OSError, Closed):
-                assert process.poll() is None, self.daemon.log()
-                assert time.perf_counter() - begun < START_MAX_S, self.daemon.log()
-                time.sleep(POLL_S)
+        return launched_s(self.daemon, START_MAX_S)
 
     def cpu_s(self) -> float:
         """CPU time that the daemon has used since it was started, in all its threads."""

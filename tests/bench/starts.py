@@ -8,7 +8,7 @@ from typing import Final
 from kvtierd.bench.figures import Figure, middle
 from kvtierd.bench.plan import MIB, Plan
 from tests.support.daemon import DaemonProcess
-from tests.support.raw import RawClient
+from tests.support.raw import Closed, RawClient
 
 ROUNDS: Final = 7
 WARM_ROUNDS: Final = 1
@@ -33,30 +33,27 @@ def start(plan: Plan) -> list[Figure]:
             tenants = [{"name": "bench", "uids": ["self"], "arena_bytes": 1024 * MIB}]
             arena = {"huge_pages": "try", "slab_bytes": 64 * MIB, "min_block_bytes": 64 << 10}
             process = DaemonProcess(place, tenants, arena=arena, recovery={"memory": "off"})
-            begun = time.perf_counter()
-            process.launch()
             try:
-                _hello(process, begun + START_MAX_S)
-                rounds.append(time.perf_counter() - begun)
+                rounds.append(launched_s(process, START_MAX_S))
             finally:
                 process.end()
     counted = rounds[WARM_ROUNDS:]
     return [middle("start.seconds", counted, 0.5, "lower", "arena of 1 GiB, no prefault")]
 
 
-def _hello(process: DaemonProcess, deadline_s: float) -> None:
+def launched_s(daemon: DaemonProcess, most_s: float) -> float:
+    """Seconds from the start of a daemon's process to its answer to HELLO, at most `most_s`."""
+    begun = time.perf_counter()
+    process = daemon.launch()
     while True:
         try:
-            client = RawClient(process.client_path)
-        except OSError:
-            assert process.process is not None
-            assert process.process.poll() is None, process.log()
-            assert time.perf_counter() < deadline_s, process.log()
+            with RawClient(daemon.client_path) as client:
+                client.hello()
+            return time.perf_counter() - begun
+        except (OSError, Closed):
+            assert process.poll() is None, daemon.log()
+            assert time.perf_counter() - begun < most_s, daemon.log()
             time.sleep(POLL_S)
-            continue
-        with client:
-            client.hello()
-        return
 
 
 def imports(plan: Plan) -> list[Figure]:

@@ -43,6 +43,17 @@ def test_cached_blocks_leave_before_held_ones(core: Fixture) -> None:
     assert in_dram(core, core.session) == [0, 1, 2]
 
 
+def test_no_branch_is_so_long_that_it_counts_as_short(core: Fixture) -> None:
+    longest, other = session(core, "l"), session(core, "o")
+    core.store([0, 1], 100, session=longest)
+    core.store([0, 1], 200, session=other)
+    nodes = {node.session.sid: node for node in core.host.world.nodes.values()}
+    core.host.world.node_table.tokens[nodes[longest].index] = 0xFFFFFFFF
+    core.evict(2)
+    assert in_dram(core, longest) == [0, 1]
+    assert in_dram(core, other) == []
+
+
 def test_what_is_kept_since_the_last_search_stays(core: Fixture) -> None:
     kept, other = session(core, "k"), session(core, "o")
     core.store([0, 1, 2, 3], 100, session=kept, retention=CACHED)

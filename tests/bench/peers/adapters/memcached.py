@@ -6,26 +6,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Final
 
-from tests.bench.peers.adapters.peer import Bytes, Order, Peer, Setup, listens, serve, server
-from tests.bench.peers.adapters.stream import Stream
+from tests.bench.peers.adapters.peer import Bytes, Peer, Setup, listens, serve, server
+from tests.bench.peers.adapters.stream import Stream, StreamPeer
 
 MEMORY_MIB: Final = 1024
 ITEM_MAX_MIB: Final = 32
 
 
-class Memcached(Peer):
+class Memcached(StreamPeer):
     """Blocks are items, overwritten in each round; a batch is a pipeline of sets and one get."""
 
     def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.names: list[bytes] = []
-        self.size = 0
+        super().__init__(stream)
         stream.send([b"version\r\n"])
         self.version = stream.line().decode().removeprefix("VERSION ")
-
-    def begin(self, order: Order, blocks: int) -> None:
-        self.size = order.size
-        self.names = [b"%d.%d" % (order.size, i) for i in range(blocks)]
 
     def put(self, first: int, blocks: Sequence[Bytes]) -> None:
         parts: list[bytes | Bytes] = []

@@ -4,25 +4,19 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
-from tests.bench.peers.adapters.peer import Bytes, Order, Peer, Setup, listens, serve, server
-from tests.bench.peers.adapters.stream import Stream
+from tests.bench.peers.adapters.peer import Bytes, Peer, Setup, listens, serve, server
+from tests.bench.peers.adapters.stream import Stream, StreamPeer
 
 
-class Redis(Peer):
+class Redis(StreamPeer):
     """Blocks are strings, overwritten in each round; a batch is one pipeline."""
 
     def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.names: list[bytes] = []
-        self.size = 0
+        super().__init__(stream)
         stream.send([b"INFO server\r\n"])
         fields = dict(line.split(b":", 1) for line in iter(stream.line, b"") if b":" in line)
         name = b"valkey" if b"valkey_version" in fields else b"redis"
         self.version = (name + b" " + fields[name + b"_version"]).decode()
-
-    def begin(self, order: Order, blocks: int) -> None:
-        self.size = order.size
-        self.names = [b"%d.%d" % (order.size, i) for i in range(blocks)]
 
     def put(self, first: int, blocks: Sequence[Bytes]) -> None:
         parts: list[bytes | Bytes] = []

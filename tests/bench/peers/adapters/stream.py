@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
-from tests.bench.peers.adapters.peer import Bytes
+from tests.bench.peers.adapters.peer import Bytes, Order, Peer
 
 SOCKET_BUFFER_BYTES: Final = 4 << 20
 TIMEOUT_S: Final = 30.0
@@ -69,3 +69,16 @@ class Stream:
         if not data:
             raise ConnectionError("the server ended the connection")
         return data
+
+
+class StreamPeer(Peer):
+    """A store of named values behind a stream; the names come again in each round."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.names: list[bytes] = []
+        self.size = 0
+
+    def begin(self, order: Order, blocks: int) -> None:
+        self.size = order.size
+        self.names = [b"%d.%d" % (order.size, i) for i in range(blocks)]
