@@ -20,6 +20,7 @@ from kvtierd.catalog.errors import CatalogError, CatalogFull
 from kvtierd.catalog.rows import BlobRecord, Op, SaveIdle
 from kvtierd.catalog.writer import CatalogWriter
 from kvtierd.config import Config, ConfigError
+from kvtierd.connection import Connection
 from kvtierd.core import actions as act
 from kvtierd.core.leases import Member, Peer
 from kvtierd.core.slabs import READY
@@ -27,7 +28,6 @@ from kvtierd.mover import Mover
 from kvtierd.operator import Operator
 from kvtierd.oplog import op_of
 from kvtierd.server import (
-    Connection,
     Credentials,
     Listener,
     ProcessWatch,
@@ -37,6 +37,7 @@ from kvtierd.server import (
 from kvtierd.start import Parts, core_limits, kept_fds, tenants_of_uids
 from kvtierd.tiers.holder import KeeperError, open_keeper
 from kvtierd.tiers.records import ClientRecord, SlabEntry
+from kvtierd.turns import Turns
 
 TICK_S: Final = 0.05
 SAVE_IDLE_S: Final = 30.0
@@ -53,6 +54,7 @@ class Daemon:
     ) -> None:
         self.config, self.parts, self.path = config, parts, path
         self.limits = config.limits
+        self.turns = Turns()
         self.state = parts.state
         self.boot = parts.state.world.boot
         self._keep_memory = keep_memory
@@ -286,6 +288,7 @@ class Daemon:
             lost,
         )  # fmt: skip
         conn.peer = peer
+        conn.enter((tenant.number, peer.member.index))
         try:
             socket.send_fds(
                 sock, [wire.frame(welcome, msgspec.msgpack.Encoder())], [arena.payload_fd]
@@ -339,6 +342,7 @@ class Daemon:
 
     def gone(self, conn: Connection) -> None:
         """A connection has closed."""
+        conn.leave()
         for listener in self._listeners:
             listener.forget(conn)
         if conn.peer is not None:

@@ -29,11 +29,11 @@ from kvtier_client import link, looping
 from kvtierd import config as configuration
 from kvtierd.catalog.errors import CatalogFull
 from kvtierd.catalog.writer import CatalogWriter
+from kvtierd.connection import Connection
 from kvtierd.core.leases import Group, Peer
 from kvtierd.core.tree import Node
 from kvtierd.core.validate import validate
 from kvtierd.daemon import Daemon
-from kvtierd.server import Connection
 from kvtierd.start import start
 from kvtierd.tiers.headers import ArenaHeaders
 from kvtierd.tiers.spill_open import open_spill
