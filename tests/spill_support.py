@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from kvtierd.core.slabs import ready_words
 from kvtierd.tiers.blockio import LinuxKernel
-from kvtierd.tiers.bodies import Bodies, BodyFields, compose
+from kvtierd.tiers.bodies import BODY_WORDS, Bodies, BodyFields, compose
+from kvtierd.tiers.master_key import KEY_BYTES
 from kvtierd.tiers.pool import Priority
-from kvtierd.tiers.records import SlabEntry
+from kvtierd.tiers.records import SlabEntry, parse_keys
 from kvtierd.tiers.spill import SpillTier
 from kvtierd.tiers.spill_files import SpillFiles, SpillScan, SpillSettings
 from kvtierd.tiers.spill_io import ClearJob, Job, JobResult, ReadJob, WriteJob
@@ -110,6 +111,12 @@ class Rig:
         self.arena = new_arena(8 * MIB)
         self._next_offset = 0
         self._next_seq = 1 + generation * 1_000_000
+        self._known = {
+            slot: body
+            for part in self.scans
+            for slot, body in zip(part.found.slots.tolist(), part.found.bodies, strict=True)
+        }
+        """What is in each slot, as the core would know it."""
 
     def __enter__(self) -> "Rig":
         return self
@@ -151,12 +158,14 @@ class Rig:
         self._next_offset += len(slots) * step  # jobs in flight at once do not share memory
         place = self.arena[first : self._next_offset].reshape(-1, step)
         place[:, :length] = contents(seqs, length)
+        bodies = bodies_of(seqs, length)
+        self._known.update(zip(slots.tolist(), bodies, strict=True))
         return WriteJob(
             slots,
             self.arena,
             np.uint64(first) + np.arange(len(slots), dtype=np.uint64) * np.uint64(step),
             length,
-            bodies_of(seqs, length),
+            bodies,
             ready_words(seqs),
             priority,
         )
@@ -168,7 +177,10 @@ class Rig:
         self.arena[:] = 0xDD
         step = -(-length // 4096) * 4096
         offsets = np.arange(len(slots), dtype=np.uint64) * np.uint64(step)
-        return ReadJob(slots, self.arena, offsets, length, sums)
+        nothing = np.zeros(BODY_WORDS, np.uint64)
+        known = [self._known.get(slot, nothing) for slot in slots.tolist()]
+        bodies = np.array(known, np.uint64).reshape(-1, BODY_WORDS)
+        return ReadJob(slots, self.arena, offsets, length, sums, bodies=bodies)
 
     def run(self, job: Job) -> JobResult:
         """Do a job and wait for its result."""
@@ -283,3 +295,24 @@ class RefusingKernel(LinuxKernel):
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return os.pwritev(fd, buffers, offset)
+
+
+def new_key(path: Path) -> str:
+    """A master key in a file of its own."""
+    path.write_bytes(os.urandom(KEY_BYTES))
+    path.chmod(0o400)
+    return str(path)
+
+
+def stored_keys(rig: Rig, file: int = 0) -> list[int]:
+    """Numbers of the data keys in a file's table, one per copy."""
+    return [record.number for record in parse_keys(rig.files.files[file].headers.key_table())[0]]
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))

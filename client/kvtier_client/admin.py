@@ -23,8 +23,10 @@ DEFAULT_TIMEOUT_S: Final = 10.0
 VERBS: Final[dict[str, type[wire.Request]]] = {
     "stats": admin_wire.Stats,
     "sessions": admin_wire.Sessions,
+    "clients": admin_wire.Clients,
     "tree": admin_wire.Tree,
     "evict": admin_wire.Evict,
+    "scrub": admin_wire.Scrub,
     "reload": admin_wire.Reload,
 }
 

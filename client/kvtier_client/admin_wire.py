@@ -13,6 +13,10 @@ class Sessions(Request, frozen=True, tag="sessions"):
     tenant: str = ""
 
 
+class Clients(Request, frozen=True, tag="clients"):
+    """One line per connected client process, with how long its requests take."""
+
+
 class Tree(Request, frozen=True, tag="tree"):
     """The nodes of one session, by its id in hex or its name."""
 
@@ -26,8 +30,12 @@ class Evict(Request, frozen=True, tag="evict"):
     blocks: int = 0
 
 
+class Scrub(Request, frozen=True, tag="scrub"):
+    """Begin to verify every block in the spill files, unless that is under way."""
+
+
 class Reload(Request, frozen=True, tag="reload"):
     """Read the configuration again, as SIGHUP does."""
 
 
-AdminRequest = Stats | Sessions | Tree | Evict | Reload
+AdminRequest = Stats | Sessions | Clients | Tree | Evict | Scrub | Reload

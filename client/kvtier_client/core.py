@@ -60,6 +60,8 @@ class Counters:
         self.put_bytes = 0
         self.got_bytes = 0
         self.read_ahead_blocks = 0
+        self.changed_blocks = 0
+        """Keyed blocks that were not what had been put: misses."""
         self.requests = 0
         self.reconnects = 0
         self.repeated_windows = 0

@@ -1,5 +1,6 @@
 """Blocks under content keys, for engines' prefix caches: look up, put, get, hold, remove."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,12 @@ from kvtier_client import wire
 from kvtier_client.arena import pack_u32
 from kvtier_client.core import Core
 from kvtier_client.effects import Op, Run, call, check_window, patiently, reply_of
-from kvtier_client.errors import InvalidArgument, LeaseExpired
+from kvtier_client.errors import InvalidArgument, LeaseExpired, RequestError
+from kvtier_client.integrity import checksums, mismatches
 from kvtier_client.leases import RegisteredLayout
-from kvtier_client.ops import LayoutRef, SessionCore, checksums, need_layout, page_numbers, simple
+from kvtier_client.ops import LayoutRef, SessionCore, need_layout, page_numbers, simple
 from kvtier_client.records import Copier, Records, copier
-from kvtier_client.swap import WINDOW_ATTEMPTS, verify, window_blocks
+from kvtier_client.swap import WINDOW_ATTEMPTS, window_blocks
 
 
 def join_keys(keys: bytes | Sequence[bytes]) -> bytes:
@@ -162,15 +164,26 @@ def _get_window(
     )
     lease.begin()
     got = len(lease.offsets)
+    bad: list[int] = []
     try:
-        if lease.checksums:
-            yield Run(lambda: verify(lease, first), got * known.block_bytes)
         slots = lease.slots(0, got)
         yield Run(lambda: target.load(slots, first, core.crew), got * known.block_bytes)
+        if lease.checksums:
+            yield Run(lambda: bad.extend(mismatches(lease)), got * known.block_bytes)
         whole = not lease.lost
     finally:
         core.end_lease(lease)
+    if bad and whole:
+        core.stats.changed_blocks += len(bad)
+        yield from _forget(core, known, [keys[16 * k : 16 * k + 16] for k in bad])
+        return bad[0]
     return got if whole else -1
+
+
+def _forget(core: Core, known: RegisteredLayout, keys: list[bytes]) -> Op[None]:
+    """Drop blocks that are not what was put, so that the next to ask puts them again."""
+    with contextlib.suppress(RequestError):
+        yield from call(core, wire.Done, wire.Remove, known.fingerprint, b"".join(keys))
 
 
 def hold(

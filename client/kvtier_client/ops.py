@@ -13,7 +13,7 @@ import numpy as np
 from kvtier_client import wire
 from kvtier_client.arena import pack_u32
 from kvtier_client.core import Core, NodeState
-from kvtier_client.effects import Op, Pause, Wait, call, check_window, patiently, reply_of
+from kvtier_client.effects import Op, Pause, Run, Wait, call, check_window, patiently, reply_of
 from kvtier_client.errors import (
     InvalidArgument,
     LayoutMismatch,
@@ -24,6 +24,7 @@ from kvtier_client.errors import (
     TransportError,
     UnknownSession,
 )
+from kvtier_client.integrity import checksums, mismatches, refuse
 from kvtier_client.leases import Lease, RegisteredLayout
 from kvtier_client.protocol import Pending
 
@@ -162,21 +163,20 @@ def close_session(session: SessionCore) -> Op[int]:
     """End a session and drop all it owns; repeating it is harmless."""
     core = session.core
     with core.lock:
-        known = core.protocol.sessions.pop(session.id, None)
-    if known is None:
-        return 0
-    before = core.stats.reconnects
+        if session.id not in core.protocol.sessions:
+            return 0
+        before = core.stats.reconnects
     try:
+        # Until it is closed it is resumed after a restart: else the repeat would find nothing.
         reply = yield from call(core, wire.Done, wire.CloseSession, session.id)
+        count = reply.count
     except UnknownSession:
         if core.stats.reconnects == before:
             raise
-        return 0  # the daemon's earlier life had closed it already
-    except BaseException:
-        with core.lock:
-            core.protocol.sessions[session.id] = known
-        raise
-    return reply.count
+        count = 0  # the daemon's earlier life had closed it already
+    with core.lock:
+        core.protocol.sessions.pop(session.id, None)
+    return count
 
 
 def describe(session: SessionCore) -> Op[list[NodeState]]:
@@ -311,18 +311,6 @@ def commit(
         raise
 
 
-def checksums(lease: Lease, places: "np.ndarray[Any, np.dtype[np.uint32]]") -> bytes:
-    """xxh3-64 of the slots about to be committed, under `end_to_end`; else nothing."""
-    if lease.core.integrity != "end_to_end":
-        return b""
-    import xxhash
-
-    arena, size = lease.arena, lease.layout.block_bytes
-    blocks = arena.blocks(lease.offsets[places], size)
-    sums = [xxhash.xxh3_64_intdigest(block.data) for block in blocks]
-    return np.array(sums, "<u8").tobytes()
-
-
 def end_lease(lease: Lease) -> Op[None]:
     """Release a read lease; give back what a write lease has not committed."""
     core = lease.core
@@ -352,7 +340,17 @@ def acquire(
         return (counter, session.id, node, known.fingerprint, first, last - first, slice_s, ttl_s)
 
     asked_s, granted = yield from patiently(core, wire.Acquire, ask, wait_s)
-    return core.granted(known, check_window(granted, last - first), False, asked_s)
+    lease = core.granted(known, check_window(granted, last - first), False, asked_s)
+    if lease.checksums:
+        bad: list[int] = []
+        try:
+            size_bytes = len(lease.offsets) * known.block_bytes
+            yield Run(lambda: bad.extend(mismatches(lease)), size_bytes)
+            refuse(lease, bad, first)
+        except BaseException:
+            core.end_lease(lease)
+            raise
+    return lease
 
 
 def renew(lease: Lease, ttl_s: float) -> Op[None]:

@@ -298,6 +298,8 @@ class Protocol:
         elif reply.id in self._restoring:
             self._restored(reply)
         elif isinstance(reply, wire.Error):
+            if len(reply.pages) % 4:
+                raise ProtocolError(f"an error names pages in {len(reply.pages)} bytes, not u32s")
             pages = tuple(memoryview(reply.pages).cast("I")) if reply.pages else ()
             self._settle(reply.id, None, from_code(reply.code, reply.message, pages))
         else:

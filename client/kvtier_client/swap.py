@@ -16,14 +16,13 @@ from kvtier_client.core import Core
 from kvtier_client.effects import Op, Run, Wait, check_window, patiently, reply_of
 from kvtier_client.errors import (
     CapacityError,
-    ChecksumMismatch,
     LeaseExpired,
 )
+from kvtier_client.integrity import checksums, mismatches, refuse
 from kvtier_client.leases import Lease, RegisteredLayout
 from kvtier_client.ops import (
     LayoutRef,
     SessionCore,
-    checksums,
     flush,
     neighbours,
     page_numbers,
@@ -435,12 +434,14 @@ def _in_window(job: InJob, lease: Lease, i: int, page: int, began_s: float) -> O
     core, got = job.core, len(lease.offsets)
     size_bytes = got * job.layout.block_bytes
     copy_s = core.now_s()
+    bad: list[int] = []
     lease.begin()
     try:
-        if lease.checksums:
-            yield Run(lambda: verify(lease, page), size_bytes)
         slots = lease.slots(0, got)
         yield Run(lambda: job.copier.load(slots, i, core.crew), size_bytes)
+        if lease.checksums:
+            yield Run(lambda: bad.extend(mismatches(lease)), size_bytes)
+        refuse(lease, bad, page)
         whole = not lease.lost
     finally:
         core.end_lease(lease, lazily=size_bytes <= LAZY_RELEASE_BYTES and not core.stats.pressure)
@@ -450,22 +451,3 @@ def _in_window(job: InJob, lease: Lease, i: int, page: int, began_s: float) -> O
         "nvme" if slow else "dram", size_bytes, core.now_s() - (began_s if slow else copy_s)
     )
     return whole
-
-
-def verify(lease: Lease, page: int) -> None:
-    """Compare a window with the checksums of its swap-out. Errors: ChecksumMismatch."""
-    import xxhash
-
-    wanted = np.frombuffer(lease.checksums, "<u8")
-    size = lease.layout.block_bytes
-    blocks = lease.arena.blocks(lease.offsets, size)
-    have = np.array([xxhash.xxh3_64_intdigest(block.data) for block in blocks], "<u8")
-    if len(wanted) != len(have):
-        raise ChecksumMismatch(f"{len(have)} blocks came with {len(wanted)} checksums")
-    bad = (np.flatnonzero(wanted != have) + page).tolist()
-    if bad:
-        raise ChecksumMismatch(
-            f"{len(bad)} blocks are not what was swapped out, first of them page {bad[0]}: "
-            "recompute them",
-            tuple(bad),
-        )

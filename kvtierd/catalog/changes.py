@@ -115,6 +115,10 @@ def _unhold(db: sqlite3.Connection, op: rows.Unhold) -> None:
     )
 
 
+def _save_scrub(db: sqlite3.Connection, op: rows.SaveScrub) -> None:
+    db.execute("INSERT OR REPLACE INTO meta VALUES ('scrubbed_s', ?)", (op.ended_s,))
+
+
 APPLY: Final[dict[type[Any], Callable[[sqlite3.Connection, Any], None]]] = {
     rows.SaveLayout: _save_layout,
     rows.SaveSession: _save_session,
@@ -126,4 +130,5 @@ APPLY: Final[dict[type[Any], Callable[[sqlite3.Connection, Any], None]]] = {
     rows.SaveBlob: _save_blob,
     rows.Hold: _hold,
     rows.Unhold: _unhold,
+    rows.SaveScrub: _save_scrub,
 }

@@ -110,9 +110,15 @@ class Unhold(msgspec.Struct, frozen=True):
     keys: tuple[bytes, ...]
 
 
+class SaveScrub(msgspec.Struct, frozen=True):
+    """A pass over all blocks in the spill files has ended. Units: Unix seconds."""
+
+    ended_s: float
+
+
 Op = (
     SaveLayout | SaveSession | SaveNodes | DropNodes | DropSession | ForgetSession | SaveIdle
-    | SaveBlob | Hold | Unhold
+    | SaveBlob | Hold | Unhold | SaveScrub
 )  # fmt: skip
 
 

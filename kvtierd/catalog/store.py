@@ -9,7 +9,9 @@ Tombstones: a pruned node's id stays while its session lives, and a closed sessi
 in headers after a crash, are known to be garbage. Tokens are never stored, only their hashes.
 """
 
+import contextlib
 import gc
+import math
 import os
 import sqlite3
 import time
@@ -19,7 +21,7 @@ from typing import Any, Final, Literal
 import msgspec
 import xxhash
 
-from kvtier_client.wire import Layout
+from kvtier_client.wire import CACHED, HELD, Layout
 from kvtierd.catalog.changes import APPLY
 from kvtierd.catalog.errors import CatalogDamaged, CatalogError, CatalogFormatError, CatalogFull
 from kvtierd.catalog.rows import (
@@ -34,8 +36,11 @@ from kvtierd.tiers.locks import LockedDirectory
 
 FILE_NAME: Final = "catalog.db"
 _SIDE_FILES: Final = (f"{FILE_NAME}-wal", f"{FILE_NAME}-shm")
+_JOURNAL: Final = f"{FILE_NAME}-journal"
 APPLICATION_ID: Final = 0x4B565443
 FORMAT: Final = 1
+
+_RETENTIONS: Final = (HELD, CACHED)
 
 Durability = Literal["process", "power"]
 
@@ -100,6 +105,7 @@ class Catalog:
         """
         created = not directory.exists(FILE_NAME)
         # SQLite opens by name; this makes sure that the name is a private file of ours.
+        _check_side_files(directory)
         os.close(directory.open_file(FILE_NAME, os.O_RDWR | os.O_CREAT))
         try:
             catalog = cls._connect(directory, "rw", durability)
@@ -117,6 +123,7 @@ class Catalog:
         Errors: `FileNotFoundError` when there is none; else as `open`.
         """
         os.close(directory.open_file(FILE_NAME, os.O_RDONLY))
+        _check_side_files(directory)
         leftovers = [name for name in _SIDE_FILES if not directory.exists(name)]
         try:
             catalog = cls._connect(directory, "ro", "process")
@@ -208,6 +215,15 @@ class Catalog:
         """How many starts have succeeded on this data."""
         return int(self._meta("generation"))
 
+    @property
+    def scrubbed_s(self) -> float:
+        """When a scrub of all blocks last ended; 0 for never. Units: Unix seconds."""
+        try:
+            row = self._db.execute("SELECT value FROM meta WHERE key = 'scrubbed_s'").fetchone()
+        except sqlite3.Error as error:
+            raise self._typed("read", error) from error
+        return row[0] if row and isinstance(row[0], float) and 0.0 <= row[0] < math.inf else 0.0
+
     def stamp(self, generation: int) -> None:
         """Record that a start has succeeded."""
         with self._transaction("stamp"):
@@ -275,6 +291,8 @@ class Catalog:
         for row in self._db.execute("SELECT * FROM sessions"):
             number, tenant, session, name, priority, layouts, since_seq, *times_s, closed = row
             created_s, idle_s = times_s
+            if since_seq < 0 or not (0 <= idle_s < math.inf):
+                raise ValueError(f"session {session.hex()} is of no time")
             sessions[number] = SessionRecord(
                 tenant, session, name, priority, _split16(layouts), since_seq, created_s, idle_s,
                 bool(closed), [], [], {}, [],
@@ -285,6 +303,8 @@ class Catalog:
             if pruned:
                 sessions[number].pruned.append(node)
             else:
+                if seq < 0 or retention not in _RETENTIONS:
+                    raise ValueError(f"node {node} has retention {retention} since {seq}")
                 record = NodeRecord(node, parent, fork_tokens, retention, bool(ended), seq)
                 sessions[number].nodes.append(record)
         for number, node, version in self._db.execute("SELECT id, node, version FROM blobs"):
@@ -385,6 +405,13 @@ class _Transaction:
             self._db.execute("ROLLBACK")
         if isinstance(error, sqlite3.Error):
             raise self._typed(error) from error
+
+
+def _check_side_files(directory: LockedDirectory) -> None:
+    """SQLite opens these by name as well: they must be private files of ours. Errors: StartError"""
+    for name in (*_SIDE_FILES, _JOURNAL):
+        with contextlib.suppress(FileNotFoundError):
+            os.close(directory.open_file(name, os.O_RDONLY))
 
 
 def _remove(directory: LockedDirectory, names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ queue: what was submitted before a read is seen by it.
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
@@ -56,6 +57,8 @@ class CatalogWriter:
         self._queue_ops = queue_ops
         self._changed = threading.Condition()
         self._closing = False
+        self._begun_s = 0.0
+        """When the thread began what it is doing; 0 while it waits."""
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
 
     def start(self) -> None:
@@ -71,6 +74,10 @@ class CatalogWriter:
     def queued(self) -> int:
         """Changes and reads that wait."""
         return self._queued_ops
+
+    def stuck_s(self, now_s: float) -> float:
+        """For how long the thread has been at one transaction or read; `now_s` is monotonic."""
+        return now_s - self._begun_s if self._begun_s else 0.0
 
     def submit(self, ops: Sequence[Op], done: Callable[[CatalogError | None], None]) -> None:
         """Queue a batch of changes; `done` is told how its transaction ended.
@@ -148,22 +155,27 @@ class CatalogWriter:
             self._finish(len(batch.ops), batch.done, failed)
 
     def _apply(self, ops: Sequence[Op]) -> CatalogError | None:
+        self._begun_s = time.monotonic()
         try:
             self._catalog.apply(ops)
         except CatalogError as error:
             return error
         except Exception as error:
             return self._unexpected(error)
+        finally:
+            self._begun_s = 0.0
         return None
 
     def _read(self, item: _Read) -> None:
         found: BlobRecord | CatalogError | None
+        self._begun_s = time.monotonic()
         try:
             found = self._catalog.get_blob(item.tenant, item.session, item.node)
         except CatalogError as error:
             found = error
         except Exception as error:
             found = self._unexpected(error)
+        self._begun_s = 0.0
         self._finish(1, item.done, found)
 
     def _unexpected(self, error: Exception) -> CatalogError:

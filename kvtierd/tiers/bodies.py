@@ -24,12 +24,16 @@ BLOCK_SESSION: Final = 1
 BLOCK_KEYED: Final = 2
 CHECKSUM_NONE: Final = 0
 CHECKSUM_XXH3: Final = 1
+CHECKSUM_AES_GCM: Final = 2
+"""The payload is encrypted (cipher.py); only in spill files."""
 
 W_SUM, W_OWNER0, W_OWNER1, W_NODE_PAGE, W_VALID_LENGTH, W_PAYLOAD_SUM, W_SEQ = range(7)
 W_LAYOUT0, W_LAYOUT1, W_LEASE, W_PARENT_FORK, W_PLACE, W_FLAGS, W_CREATED, W_GENERATION = range(
     7, 15
 )
 W_ZERO: Final = 15
+W_TAG0, W_NONCE, W_TAG1 = W_LEASE, W_GENERATION, W_ZERO
+"""What these words are in the body of an encrypted block."""
 PLACE_KIND_SHIFT: Final = 56
 
 _LOW = np.uint64(0xFFFFFFFF)
@@ -202,6 +206,11 @@ def split(bodies: Bodies, kind: int) -> BodyFields:
         created_s=bodies[:, W_CREATED],
         generation=bodies[:, W_GENERATION],
     )
+
+
+def checksum_kinds(bodies: Bodies) -> NDArray[np.uint8]:
+    """How the payload of each body is checked. Shapes: [n, 16] → [n]."""
+    return (bodies[:, W_FLAGS] >> np.uint64(48)).astype(np.uint8)
 
 
 def places(kind: int, slots: NDArray[Any]) -> NDArray[np.uint64]:

@@ -1,6 +1,6 @@
 """A header file: what lies in each slot of one payload, kept where a restart finds it.
 
-    superblock | slab directory | client table | words | bodies        (offsets: `Geometry`)
+    superblock | slab directory | clients or keys | words | bodies     (offsets: `Geometry`)
 
 `ArenaHeaders` maps a memfd: every store is at once what the next life of the daemon will find.
 `SpillHeaders` is a regular file written with exact byte ranges; the words' mirror in memory
@@ -40,6 +40,7 @@ from kvtierd.tiers.records import (
 from kvtierd.tiers.superblock import (
     BODY_BYTES,
     CLIENTS_MAX,
+    KEY_COPIES,
     PAGE_BYTES,
     RECORD_BYTES,
     WORD_BYTES,
@@ -258,6 +259,19 @@ class SpillHeaders(HeaderFile):
         for first, end in zip(starts.tolist(), stops.tolist(), strict=True):
             offset = self._words_offset + first * WORD_BYTES
             _read_into(self.fd, self.words[first:end].data.cast("B"), offset, self.name)
+
+    def key_table(self) -> bytes:
+        """All copies of the key table as they lie there."""
+        return self._read(self.geometry.clients_offset, CLIENTS_MAX * RECORD_BYTES)
+
+    def write_key_table(self, table: bytes) -> None:
+        """Replace the key table, one copy after the other, so that a crash leaves one whole.
+
+        Durability: all of it is on the disk when this returns.
+        """
+        for copy in range(KEY_COPIES):
+            self._write(self.geometry.clients_offset + copy * len(table), table)
+            self.sync()
 
     def write_word(self, slot: int, value: int) -> None:
         """Write one word to the file; the mirror stays as it is."""

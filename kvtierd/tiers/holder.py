@@ -23,6 +23,7 @@ from typing import Final, Literal, Protocol
 
 from kvtierd import systemd
 from kvtierd.tiers.errors import StartError
+from kvtierd.tiers.locks import check_socket_place
 
 Mode = Literal["auto", "systemd", "holder", "off"]
 """The configuration's `recovery.memory`."""
@@ -195,6 +196,7 @@ class HolderKeeper:
         self, runtime_dir: str, deadline_s: float = DEADLINE_S, idle_s: float = IDLE_S
     ) -> None:
         self._path = os.path.join(runtime_dir, SOCKET_NAME)
+        check_socket_place(self._path, live=True)
         self._deadline_s = deadline_s
         self._idle_s = idle_s
         self._started = False
@@ -217,12 +219,14 @@ class HolderKeeper:
             self._send(b"G", [])
             while True:
                 packet, fds = self._receive()
-                if packet == b".":
+                if packet == b"." and not fds:
                     return found
-                if packet[:1] != b"=" or len(fds) != 1:
+                name = packet[1:].decode(errors="replace")
+                good = packet[:1] == b"=" and len(fds) == 1 and NAME.fullmatch(name)
+                if not good or name in found:
                     _close_all(fds)
                     raise self._error(f"the holder answered {packet[:40]!r}")
-                found[packet[1:].decode()] = fds[0]
+                found[name] = fds[0]
         except BaseException:
             _close_all(found.values())
             raise

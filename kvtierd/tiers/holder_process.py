@@ -20,6 +20,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import struct
 import sys
 
@@ -33,6 +34,9 @@ BACKLOG = 4
 def listen(path: str) -> tuple[socket.socket, int]:
     """Become the one holder behind `path`; the lock lasts as long as the process."""
     lock = os.open(path + ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    found = os.fstat(lock)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        sys.exit(f"{path}.lock is not a regular file of uid {os.geteuid()}: move it away")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

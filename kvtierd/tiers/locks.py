@@ -6,9 +6,12 @@ and without following links: once owner and mode are right, nobody else can put 
 """
 
 import contextlib
+import errno
 import fcntl
 import os
+import socket
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,8 +33,8 @@ class LockedDirectory:
     def open_file(self, name: str, flags: int) -> int:
         """Open a regular file of this directory, following no link.
 
-        Errors: `FileNotFoundError`, `FileExistsError` (with O_EXCL); `StartError` for a link,
-        another kind of file, or a file of somebody else.
+        Errors: `FileNotFoundError`, `FileExistsError` (with O_EXCL); `StartError` for a link, a
+        file with another name elsewhere, another kind of file, or a file of somebody else.
         """
         asked = f"cannot open {self.path}/{name}"
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block
@@ -44,12 +47,20 @@ class LockedDirectory:
                 asked, f"{error.strerror}", f"it must be a regular file of uid {os.geteuid()}"
             ) from error
         found = os.fstat(fd)
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-            return fd
-        os.close(fd)
-        raise StartError(
-            asked, f"it is not a regular file of uid {os.geteuid()}", "move it away or chown it"
-        )
+        if not (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()):
+            os.close(fd)
+            raise StartError(
+                asked, f"it is not a regular file of uid {os.geteuid()}", "move it away or chown it"
+            )
+        if found.st_nlink != 1:
+            os.close(fd)
+            raise StartError(
+                asked,
+                f"it has {found.st_nlink} names (hard links); what is written to it would change "
+                "them all",
+                "replace it by a copy of its own",
+            )
+        return fd
 
     def exists(self, name: str) -> bool:
         """Whether the directory has an entry of this name, of whatever kind."""
@@ -80,10 +91,12 @@ def lock_directory(path: str) -> LockedDirectory:
     """Open a directory for this process alone; it is created (0700) when only it is missing.
 
     Errors: `StartError` when it is a link, belongs to another user, lets group or others in, has
-    no parent, or is locked by another daemon; nothing is changed then.
+    no parent, lies where others can exchange it, or is locked by another daemon; nothing is
+    changed then.
     """
     path = os.path.abspath(path)  # a trailing slash would make the kernel follow a link
     asked = f"cannot use directory {path}"
+    check_way(path, asked)
     created = False
     try:
         os.mkdir(path, DIRECTORY_MODE)
@@ -113,6 +126,65 @@ def lock_directory(path: str) -> LockedDirectory:
         directory.discard()
         raise
     return directory
+
+
+def check_way(path: str, asked: str) -> None:
+    """Nobody else may decide where a path leads: no link of another user lies on it, and no
+    directory that lets everybody exchange what is in it. Errors: `StartError`."""
+    for step in _steps(os.path.dirname(path)):
+        try:
+            found = os.lstat(step)
+        except OSError:
+            return  # what is missing, or cannot be reached, is refused where it is opened
+        if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
+            raise StartError(
+                asked,
+                f"{step} on the way to it is a link of uid {found.st_uid}",
+                "name the directory that is meant",
+            )
+        open_to_all = found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX
+        if stat.S_ISDIR(found.st_mode) and open_to_all:
+            raise StartError(
+                asked,
+                f"everybody may exchange what is in {step}, on the way to it",
+                f"chmod o-w {step}, or choose another place",
+            )
+
+
+def _steps(path: str) -> Iterator[str]:
+    """Every directory and link on the way to a path, and where the links lead."""
+    for way in dict.fromkeys((path, os.path.realpath(path))):
+        for end in range(1, len(way) + 1):
+            if end == len(way) or way[end] == "/":
+                yield way[:end]
+
+
+def check_socket_place(path: str, *, live: bool = False) -> None:
+    """Make sure that a socket can be bound to a path once its old one, of a dead daemon, is gone.
+
+    `live`: one that somebody listens at is fine as well.
+    Errors: `StartError` when something else lies there, it is another user's, or (not `live`)
+    another daemon serves there; nothing is changed.
+    """
+    asked = f"cannot listen at {path}"
+    check_way(path, asked)
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StartError(asked, str(error.strerror), "choose another place for it") from error
+    if not stat.S_ISSOCK(found.st_mode):
+        raise StartError(asked, "something lies there that is no socket", "move it away")
+    if found.st_uid not in (0, os.geteuid()):
+        raise StartError(asked, f"uid {found.st_uid} has a socket there", "remove that one")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        answer = 0 if live else probe.connect_ex(path)
+    if not live and answer in (0, errno.EAGAIN):
+        raise StartError(
+            asked, "another daemon serves there", "stop that one, or choose another place"
+        )
 
 
 def _check_private(directory: LockedDirectory, asked: str) -> None:

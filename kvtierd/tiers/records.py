@@ -1,4 +1,4 @@
-"""The 64-byte records of a header file: slabs in use, and clients that own leases."""
+"""The 64-byte records of a header file: slabs in use, clients that own leases, and data keys."""
 
 import struct
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvtierd.tiers.superblock import (
     CLIENTS_MAX,
+    KEYS_MAX,
     PAGE_BYTES,
     RECORD_BYTES,
     Kind,
@@ -37,6 +38,7 @@ _SLAB_DTYPE: Final = np.dtype(
     ]
 )
 _CLIENT: Final = struct.Struct("<IIQII16s16s")
+_KEY: Final = struct.Struct("<IIQ40s")
 _CHECKSUM: Final = struct.Struct("<Q")
 
 
@@ -81,6 +83,15 @@ class ClientRecord(msgspec.Struct, frozen=True):
     uid: int
     group: bytes
     secret_hash: bytes
+
+
+class KeyRecord(msgspec.Struct, frozen=True):
+    """A data key of a spill file, wrapped by the master key; its number stands in bodies."""
+
+    number: int
+    generation: int
+    """The start that made it."""
+    wrapped: bytes
 
 
 def pack_slab(entry: SlabEntry, superblock: Superblock) -> bytes:
@@ -146,6 +157,30 @@ def parse_clients(region: bytes) -> list[ClientRecord]:
         if state == _LIVE and member == index:
             found.append(ClientRecord(index, pid, start_time, uid, group, secret_hash))
     return found
+
+
+def pack_keys(records: list[KeyRecord]) -> bytes:
+    """One copy of the key table; places without a key are free."""
+    table = [FREE_RECORD] * KEYS_MAX
+    for record in records:
+        head = _KEY.pack(_LIVE, record.number, record.generation, record.wrapped)
+        table[record.number] = head + _checksum(head)
+    return b"".join(table)
+
+
+def parse_keys(region: bytes) -> tuple[list[KeyRecord], set[int]]:
+    """The data keys that check out, of all copies of the table (a number may come twice); and the
+    numbers of which no copy does."""
+    found, written = [], set()
+    for place in range(len(region) // RECORD_BYTES):
+        record = region[place * RECORD_BYTES : (place + 1) * RECORD_BYTES]
+        if record == FREE_RECORD:
+            continue
+        written.add(place % KEYS_MAX)
+        state, number, generation, wrapped = _KEY.unpack(record[:_SUMMED_BYTES])
+        if _is_intact(record) and state == _LIVE and number == place % KEYS_MAX:
+            found.append(KeyRecord(number, generation, wrapped))
+    return found, written - {record.number for record in found}
 
 
 def _checksum(head: bytes) -> bytes:

@@ -21,6 +21,11 @@ CHUNK_SLOTS: Final = 1 << 13
 """Slots looked at in one pass, so that memory stays bounded (a single slab may have more)."""
 RETENTIONS: Final = (1, 2)
 
+_CHECKSUMS: Final = {
+    Kind.ARENA: (b.CHECKSUM_NONE, b.CHECKSUM_XXH3),
+    Kind.SPILL: (b.CHECKSUM_XXH3, b.CHECKSUM_AES_GCM),
+}
+
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 _BUSY_STATES: Final = (WRITING, FILLING, QUARANTINED, CLEARING)
@@ -136,7 +141,7 @@ def _valid(
     flags, sizes = bodies[:, b.W_FLAGS], bodies[:, b.W_VALID_LENGTH]
     length = sizes >> _32
     valid = b.verify_bodies(bodies)
-    valid &= bodies[:, b.W_ZERO] == 0
+    valid &= (bodies[:, b.W_ZERO] == 0) | (b.checksum_kinds(bodies) == b.CHECKSUM_AES_GCM)
     valid &= bodies[:, b.W_SEQ] & _LOW == words >> _32
     valid &= bodies[:, b.W_PLACE] == b.places(kind, slots)
     for word, name in ((b.W_LAYOUT0, "layout0"), (b.W_LAYOUT1, "layout1")):
@@ -146,8 +151,7 @@ def _valid(
     valid &= (length > 0) & (length <= entries["block_bytes"].astype(np.uint64)[entry])
     valid &= _one_of(flags, 32, (b.BLOCK_SESSION, b.BLOCK_KEYED))
     valid &= _one_of(flags, 40, RETENTIONS)
-    checksums = (b.CHECKSUM_XXH3,) if kind is Kind.SPILL else (b.CHECKSUM_NONE, b.CHECKSUM_XXH3)
-    valid &= _one_of(flags, 48, checksums)
+    valid &= _is_in(b.checksum_kinds(bodies), _CHECKSUMS[kind])
     return valid
 
 

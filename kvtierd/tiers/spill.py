@@ -41,6 +41,8 @@ ROOM_SHARE: Final = {
     Priority.BACKGROUND: 0.25,
 }
 """How full the queue may become with a job of each priority."""
+PART_COST_BYTES: Final = 64 << 10
+"""What a part costs its client beside its bytes."""
 _TOTALS: Final = tuple(
     name
     for name in SpillCounters.__dataclass_fields__
@@ -54,6 +56,7 @@ class SpillTier:
     def __init__(self, files: SpillFiles) -> None:
         self._files = files
         self._work = SpillWork(files)
+        self.encrypted = any(file.cipher.keys for file in files.files)
         self._queue_bytes = files.settings.queue_bytes
         self._closed = False
         self._lock = threading.Lock()
@@ -92,7 +95,9 @@ class SpillTier:
     def _put(self, running: Running, parts: list[Part]) -> None:
         running.pending = len(parts)
         tasks = [partial(self._run, running, part) for part in parts]
-        self._pool.put(running.job.priority, tasks or [partial(self._advance, running)])
+        tasks = tasks or [partial(self._advance, running)]
+        cost = running.size_bytes / len(tasks) + PART_COST_BYTES
+        self._pool.put(running.job.priority, running.job.flow, cost, tasks)
 
     def assign_slab(self, entry: SlabEntry) -> None:
         """Give a slab to a layout."""
@@ -164,6 +169,10 @@ class SpillTier:
         totals["failed_blocks"] += counts[Status.FAILED] + counts[Status.UNSURE]
         totals["lost_blocks"] += counts[Status.LOST]
         totals["mismatched_blocks"] += counts[Status.MISMATCH]
+
+    def stuck_s(self, now_s: float) -> float:
+        """For how long work has been under way without any of it ending; 0 when none is."""
+        return self._pool.stuck_s(now_s)
 
     def counters(self) -> SpillCounters:
         """A snapshot for the metrics."""

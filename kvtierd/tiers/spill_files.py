@@ -1,8 +1,8 @@
 """The spill files on disk as one row of slabs and slots, from their opening to their closing.
 
     open_spill   (spill_open.py) lock, look, refuse or accept; makes headers of new directories
-    scan         what a restart finds, and which of it has lost its payload
-    begin        the start has succeeded: payloads made whole, generation stamped
+    scan         what a restart finds, and which of it has lost its payload or its key
+    begin        the start has succeeded: payloads made whole, data keys and generation stamped
     abandon      the start has failed elsewhere: what open_spill made is removed
 
 Each directory holds `headers.kv` and `blocks.kv`. Slots and slabs are numbered through all files;
@@ -22,13 +22,14 @@ import numpy.typing as npt
 
 from kvtierd.tiers.blockio import I64, Kernel
 from kvtierd.tiers.bodies import W_VALID_LENGTH
+from kvtierd.tiers.cipher import FileCipher
 from kvtierd.tiers.direct_io import DirectIO
 from kvtierd.tiers.errors import StartError
 from kvtierd.tiers.headers import SlotArray, SpillHeaders, Words
 from kvtierd.tiers.locks import LockedDirectory
 from kvtierd.tiers.records import SlabEntry
 from kvtierd.tiers.scan import Scan, scan_parts
-from kvtierd.tiers.superblock import Geometry
+from kvtierd.tiers.superblock import KEYS_MAX, Geometry
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class SpillSettings(msgspec.Struct, frozen=True):
     preallocate: bool = False
     io_threads: int = 16
     queue_bytes: int = 256 << 20
+    encrypt: bool = False
+    key: str = ""
+    """Where the master key is (master_key.py)."""
+    old_key: str = ""
 
     def geometry(self) -> Geometry:
         """How each file is cut. Errors: `ValueError` when the sizes do not fit together."""
@@ -70,7 +75,8 @@ class SpillScan(msgspec.Struct, frozen=True):
 
     found: Scan
     lost: npt.NDArray[np.bool_]
-    """Which of `found.slots` have lost their payload (file missing or cut). Shapes: [n]."""
+    """Which of `found.slots` have lost their payload (file missing or cut, data key damaged).
+    Shapes: [n]."""
 
 
 class SpillFile:
@@ -81,12 +87,14 @@ class SpillFile:
         index: int,
         directory: LockedDirectory,
         headers: SpillHeaders,
+        cipher: FileCipher,
         created: bool,
         direct: bool,
     ) -> None:
         self.index = index
         self.directory = directory
         self.headers = headers
+        self.cipher = cipher
         self.created = created
         self.direct = direct
         self.payload_fd = -1
@@ -240,9 +248,15 @@ class SpillFiles:
     # ------------------------------------------------------------ restart
 
     def scan(self) -> Iterator[SpillScan]:
-        """What lies in the slots, file by file and part by part; nothing is changed."""
+        """What lies in the slots, file by file and part by part; nothing is changed.
+
+        Errors: `StartError` for encrypted blocks without the right master key.
+        """
         for index, file in enumerate(self.files):
             for part in scan_parts(file.headers):
+                no_key = file.cipher.reveal(part.bodies)
+                if file.cipher.used & file.cipher.locked:
+                    raise self._locked(file)
                 slots = part.slots + index * self.geometry.total_slots
                 offsets = self.locate(slots)[0] & OFFSET_MASK
                 lengths = (part.bodies[:, W_VALID_LENGTH] >> np.uint64(32)).astype(np.int64)
@@ -252,7 +266,22 @@ class SpillFiles:
                     busy_slots=part.busy_slots + index * self.geometry.total_slots,
                     damaged=part.damaged + index * self.geometry.total_slots,
                 )
-                yield SpillScan(found, offsets + lengths > file.payload_bytes)
+                yield SpillScan(found, (offsets + lengths > file.payload_bytes) | no_key)
+            file.cipher.seen_all = True
+
+    def _locked(self, file: SpillFile) -> StartError:
+        asked = f"cannot read spill.paths[{file.index}] ({file.directory.path})"
+        if not self.settings.key:
+            return StartError(
+                asked,
+                "it has encrypted blocks, and no key is configured",
+                "give their key as spill.encryption.key, with enabled = false to encrypt no more",
+            )
+        return StartError(
+            asked,
+            "it has blocks that were encrypted under another master key",
+            "give that key as spill.encryption.key, or as old_key beside a new one",
+        )
 
     def begin(self, generation: int) -> None:
         """Take the files into use under this start's number; call once, when nothing else can fail.
@@ -264,6 +293,7 @@ class SpillFiles:
             for file in self.files:
                 file.make_whole(self.settings.preallocate, undo)
             for file in self.files:
+                self._begin_cipher(file, generation)
                 file.headers.set_generation(generation)
                 file.headers.sync()
                 os.fsync(file.directory.fd)
@@ -279,6 +309,17 @@ class SpillFiles:
             ) from error
         for file in self.files:
             file.created = False
+
+    def _begin_cipher(self, file: SpillFile, generation: int) -> None:
+        where = f"spill.paths[{file.index}] ({file.directory.path})"
+        damaged = file.cipher.used - file.cipher.keys.keys()
+        if damaged:
+            self.warn(f"{where}: {len(damaged)} data keys are damaged; their blocks are lost")
+        if not file.cipher.begin(generation, encrypt=self.settings.encrypt):
+            self.warn(
+                f"{where}: blocks of {KEYS_MAX} starts have data keys of their own, and there is "
+                "no room for another: it is only read until blocks of the oldest are gone"
+            )
 
     def warn(self, message: str) -> None:
         """Note what an operator should know."""

@@ -8,11 +8,12 @@ one block. Who submits a job promises that nobody else uses its slots until the 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtierd.fair import OWN_WORK, Flow
 from kvtierd.tiers.headers import SlotArray
 from kvtierd.tiers.pool import Priority
 from kvtierd.tiers.records import SlabEntry
@@ -34,14 +35,20 @@ class Status(IntEnum):
     """Write: the file system has no room (ENOSPC, EDQUOT, EFBIG); the slot's header is untouched.
     """
     FAILED = 3
-    """It could not be done (see errno). Write: the slot's header is untouched. Clear, bodies: ask
-    again. Read: nothing is known about the bytes; ask again."""
+    """It could not be done (see errno). Write: the slot's header is untouched. Clear: ask again.
+    Read: nothing is known about the bytes; ask again."""
     UNSURE = 4
     """Write: the header may or may not have reached the medium; clear the slot before reuse."""
     LOST = 5
     """Read: the medium gave an error or ended; the buffer's content means nothing."""
     MISMATCH = 6
-    """Read: the bytes are not those that were written; the buffer's content means nothing."""
+    """The bytes have another checksum. Read: they are not those that were written; the buffer's
+    content means nothing. Write: they are not those whose checksum the body gives; nothing was
+    published."""
+
+
+NOBODY: Final[Flow] = (OWN_WORK, OWN_WORK)
+"""Work that is no tenant's."""
 
 
 class QueueFull(Exception):
@@ -52,7 +59,9 @@ class QueueFull(Exception):
 class WriteJob:
     """Write blocks from an arena into spill slots and publish them there.
 
-    The job fills in checksum, checksum kind and place, and seals the bodies itself, in a copy.
+    A body's checksum is what the bytes in the arena must have, 0 where that is not known yet. The
+    job fills in checksum, checksum kind and place, encrypts where that is configured, and seals
+    the bodies itself, in a copy.
 
     Shapes: `slots`, `offsets` (into `arena`, 4 KiB-aligned) and `words`: [n]; `bodies`: [n, 16].
     The arena must reach each offset plus the length rounded up to 4 KiB.
@@ -67,14 +76,16 @@ class WriteJob:
     bodies: U64
     words: U64
     priority: Priority = Priority.DEMAND_WRITE
+    flow: Flow = NOBODY
+    """For whom it is done; jobs of one priority take turns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadJob:
     """Read blocks from spill slots into an arena and verify them.
 
-    Shapes: all [n]; `checksums` are those of the bodies. The arena must reach each offset plus the
-    length rounded up to 4 KiB, and everything up to there is overwritten.
+    Shapes: all [n], `bodies` [n, 16]; `checksums` are those of the bodies. The arena must reach
+    each offset plus the length rounded up to 4 KiB, and everything up to there is overwritten.
     """
 
     slots: SlotArray
@@ -83,6 +94,10 @@ class ReadJob:
     length_bytes: int
     checksums: U64
     priority: Priority = Priority.DEMAND_READ
+    bodies: U64 | None = None
+    """What a write of the blocks would say; needed where the tier is `encrypted`."""
+    flow: Flow = NOBODY
+    """For whom it is done; jobs of one priority take turns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,21 +109,11 @@ class ClearJob:
 
     slots: SlotArray
     priority: Priority = Priority.BACKGROUND
+    flow: Flow = NOBODY
+    """For whom it is done; jobs of one priority take turns."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BodiesJob:
-    """Rewrite the bodies of READY slots, whose retention or priority has changed; seals them.
-
-    Shapes: `slots` [n], `bodies` [n, 16] with the seq and checksum that the slot has.
-    """
-
-    slots: SlotArray
-    bodies: U64
-    priority: Priority = Priority.BACKGROUND
-
-
-Job = WriteJob | ReadJob | ClearJob | BodiesJob
+Job = WriteJob | ReadJob | ClearJob
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +173,11 @@ class SpillCounters:
 class SpillIO(Protocol):
     """The NVMe tier as the mover uses it. No method but `close` waits for the medium."""
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether blocks are, or may be, encrypted, so that a ReadJob must name them."""
+        ...
+
     def room_bytes(self, priority: Priority) -> int:
         """Payload bytes that may be submitted now at this priority.
 
@@ -193,6 +203,13 @@ class SpillIO(Protocol):
 
     def free_slab(self, slab: int) -> None:
         """Take a slab back, after all its slots were cleared."""
+        ...
+
+    def stuck_s(self, now_s: float) -> float:
+        """For how long work has been under way without any of it ending; 0 when none is.
+
+        `now_s` is of the monotonic clock.
+        """
         ...
 
     def counters(self) -> SpillCounters:

@@ -11,10 +11,12 @@ import numpy as np
 
 from kvtierd.sparse import sparse_zeros
 from kvtierd.tiers.blockio import Kernel, LinuxKernel
+from kvtierd.tiers.cipher import FileCipher
 from kvtierd.tiers.direct_io import choose
 from kvtierd.tiers.errors import StartError
 from kvtierd.tiers.headers import SpillHeaders, Words, create, new_superblock, open_headers
 from kvtierd.tiers.locks import LockedDirectory, lock_directory
+from kvtierd.tiers.master_key import load_master_keys
 from kvtierd.tiers.spill_files import (
     HEADERS_NAME,
     PAYLOAD_NAME,
@@ -33,11 +35,13 @@ def open_spill(
     """Lock and open all spill directories; new ones get their header file.
 
     `instance` and `generation` are the catalog's. A file of another instance or geometry is
-    refused; one of an unexpected generation, and lost payload, is a warning.
+    refused; one of an unexpected generation, and lost payload, is a warning. A master key that
+    cannot be used is refused here, a wrong one by `SpillFiles.scan`.
 
     Errors: `StartError` (also its child `FormatError`); nothing is changed then.
     """
     kernel = LinuxKernel() if kernel is None else kernel
+    masters = load_master_keys(settings.key, settings.old_key)
     geometry = settings.geometry()
     words = sparse_zeros(len(settings.paths) * geometry.total_slots, np.uint64)
     directories: list[LockedDirectory] = []
@@ -49,7 +53,8 @@ def open_spill(
             expected = Expected(Kind.SPILL, instance, geometry, 0, index)
             direct = choose(settings.direct_io, index, directory, kernel)
             headers, created = _headers(directory, expected, generation, mirror)
-            files.append(SpillFile(index, directory, headers, created, direct))
+            cipher = FileCipher(headers, masters)
+            files.append(SpillFile(index, directory, headers, cipher, created, direct))
             files[-1].open_payload()
         spill = SpillFiles(settings, files, words, kernel)
     except BaseException:

@@ -18,6 +18,9 @@ PAGE_BYTES: Final = 4096
 MAGIC: Final = b"KVTIERD\0"
 FORMAT: Final = 1
 CLIENTS_MAX: Final = 1024
+KEY_COPIES: Final = 2
+KEYS_MAX: Final = CLIENTS_MAX // KEY_COPIES
+"""Data keys of a spill file. Their table has the place that the client table has in an arena."""
 RECORD_BYTES: Final = 64
 WORD_BYTES: Final = 8
 BODY_BYTES: Final = 128
