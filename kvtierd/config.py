@@ -22,6 +22,7 @@ HUGE_PAGE_BYTES = 2 * MIB
 PAGE_BYTES = 4096
 SLOTS_PER_SLAB_MAX = 65536
 SOCKET_PATH_BYTES_MAX = 107  # sun_path holds 108 with its terminating zero
+MAY_BE_NEVER = ("recovery.orphan_ttl", "scrub.interval")
 FRAME_OVERHEAD_BYTES = 4096  # what a frame carries beside a blob
 
 Effort = Literal["try", "require", "off"]
@@ -58,6 +59,14 @@ class ArenaConfig(Section, frozen=True):
     low_watermark: float = 0.80
 
 
+class EncryptionConfig(Section, frozen=True):
+    """Whether what goes to the spill files is encrypted, and where the master keys are."""
+
+    enabled: bool = False
+    key: str = ""
+    old_key: str = ""
+
+
 class SpillConfig(Section, frozen=True):
     """The NVMe tier; `{state_dir}` in a path is replaced when the configuration is made."""
 
@@ -69,6 +78,14 @@ class SpillConfig(Section, frozen=True):
     io_threads: int = 16
     queue_bytes: Size = Size(256 * MIB)
     preallocate: bool = False
+    encryption: EncryptionConfig = EncryptionConfig()
+
+
+class ScrubConfig(Section, frozen=True):
+    """How blocks in the spill files are verified while nobody asks for them."""
+
+    rate_bytes: Size = msgspec.field(default=Size(32 * MIB), name="rate")
+    interval_s: Seconds = msgspec.field(default=Seconds(7 * 24 * 3600), name="interval")
 
 
 class RecoveryConfig(Section, frozen=True):
@@ -83,7 +100,7 @@ class LimitsConfig(Section, frozen=True):
 
     frame_bytes: Size = Size(2 * MIB)
     requests_in_flight: int = 256
-    blocks_per_request: int = 65536
+    blocks_per_request: int = 4096
     leases_per_group: int = 1024
     lease_ttl_s: Seconds = msgspec.field(default=Seconds(30), name="lease_ttl")
     lease_ttl_max_s: Seconds = msgspec.field(default=Seconds(600), name="lease_ttl_max")
@@ -91,10 +108,11 @@ class LimitsConfig(Section, frozen=True):
     sessions_per_tenant: int = 100_000
     nodes_per_session: int = 4096
     blob_bytes: Size = Size(MIB)
-    connections: int = 1024
+    connections: int = 2048
     groups: int = 256
     output_buffer_bytes: Size = Size(8 * MIB)
     quarantine_fraction: float = 0.25
+    stuck_after_s: Seconds = msgspec.field(default=Seconds(10), name="stuck_after")
 
 
 class StopConfig(Section, frozen=True):
@@ -125,6 +143,7 @@ class Config(Section, frozen=True):
     socket: SocketConfig = SocketConfig()
     arena: ArenaConfig = ArenaConfig()
     spill: SpillConfig = SpillConfig()
+    scrub: ScrubConfig = ScrubConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     limits: LimitsConfig = LimitsConfig()
     stop: StopConfig = StopConfig()
@@ -202,8 +221,10 @@ def difference(old: Config, new: Config) -> list[str]:
 def with_live_parts(running: Config, new: Config) -> Config:
     """The running configuration with what may change without a restart taken from a new one.
 
-    Live are: log_level, limits, stop, recovery.orphan_ttl, the arena's watermarks and headroom,
-    and each tenant's uids and spill_bytes. Errors: `ConfigError` when the mixture is not valid.
+    Live are: log_level, limits, stop, scrub, recovery.orphan_ttl, the arena's watermarks and
+    headroom, and each tenant's uids and spill_bytes.
+
+    Errors: `ConfigError` when the mixture is not valid.
     """
     replace = msgspec.structs.replace
     named = {tenant.name: tenant for tenant in new.tenants}
@@ -212,6 +233,7 @@ def with_live_parts(running: Config, new: Config) -> Config:
         log_level=new.log_level,
         limits=new.limits,
         stop=new.stop,
+        scrub=new.scrub,
         recovery=replace(running.recovery, orphan_ttl_s=new.recovery.orphan_ttl_s),
         arena=replace(
             running.arena,
@@ -314,11 +336,10 @@ def _require(condition: bool, key: str, value: object, right: str) -> None:
 
 def _check_leaf(path: str, value: object) -> None:
     if isinstance(value, Seconds):
-        never = path == "recovery.orphan_ttl"
+        never = path in MAY_BE_NEVER
         _require(value > 0, path, value, "longer than zero")
-        _require(
-            never or value < math.inf, path, "never", 'a duration; only orphan_ttl has "never"'
-        )
+        right = f'a duration; only {" and ".join(MAY_BE_NEVER)} may be "never"'
+        _require(never or value < math.inf, path, "never", right)
     elif isinstance(value, int) and not isinstance(value, (bool, Uid)):
         _require(0 < value < 2**63, path, value, "at least 1 and below 2^63")
 
@@ -390,6 +411,17 @@ def _check_spill(spill: SpillConfig, arena: ArenaConfig) -> None:
         spill.capacity_bytes,
         f"at least one slab, spill.slab_bytes ({spill.slab_bytes})",
     )
+    _check_encryption(spill.encryption)
+
+
+def _check_encryption(encryption: EncryptionConfig) -> None:
+    for name, value in (("key", encryption.key), ("old_key", encryption.old_key)):
+        plain = re.fullmatch(r"/[^\0]*|credential:[A-Za-z0-9._-]+|", value) is not None
+        right = 'an absolute path, or "credential:NAME" for a systemd credential'
+        _require(plain, f"spill.encryption.{name}", value, right)
+    needed = encryption.enabled or bool(encryption.old_key)
+    right = "given where enabled is true or old_key is given"
+    _require(bool(encryption.key) or not needed, "spill.encryption.key", encryption.key, right)
 
 
 def _check_limits(limits: LimitsConfig) -> None:

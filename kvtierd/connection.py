@@ -274,6 +274,6 @@ def explain(payload: bytes | memoryview, error: Exception) -> tuple[int, KvtierE
     except (msgspec.MsgspecError, RecursionError) as worse:
         return 0, ProtocolError(f"not a MessagePack value that could be a request: {worse}")
     request_id = 0
-    if isinstance(loose, list) and len(loose) > 1 and isinstance(loose[1], int):
+    if isinstance(loose, list) and len(loose) > 1 and type(loose[1]) is int:
         request_id = loose[1] if 0 <= loose[1] < 2**63 else 0
     return request_id, InvalidArgument(f"not a request of this protocol: {error}")

@@ -24,6 +24,7 @@ from kvtierd.connection import Connection
 from kvtierd.core import actions as act
 from kvtierd.core.leases import Member, Peer
 from kvtierd.core.slabs import READY
+from kvtierd.health import Health
 from kvtierd.mover import Mover
 from kvtierd.operator import Operator
 from kvtierd.oplog import op_of
@@ -41,6 +42,12 @@ from kvtierd.turns import Turns
 
 TICK_S: Final = 0.05
 SAVE_IDLE_S: Final = 30.0
+STORED_VERBS: Final = {
+    wire.RegisterLayout, wire.OpenSession, wire.ResumeSession, wire.CloseSession, wire.Fork,
+    wire.Prune, wire.SetRetention, wire.SetPriority, wire.PutBlob, wire.Hold, wire.Unhold,
+}  # fmt: skip
+"""What they say is so must be in the catalog, also where it was so before: a repeat, or the same
+request of another client, is not answered before the changes of the first one are stored."""
 KEEPER_RETRY_S: Final = 1.0
 
 log = logging.getLogger(__name__)
@@ -60,7 +67,12 @@ class Daemon:
         self._keep_memory = keep_memory
         self.catalog = CatalogWriter(parts.catalog)
         self.unsaved: list[Op] = []
+        self._unstored = 0
+        """Batches that the catalog was given and has not answered for."""
+        self._refusal: CatalogError | None = None
+        """Why the catalog refused what is in `unsaved`."""
         self.faults = 0
+        self.keeper_lost = False
         self._stopping = False
         self.began_s = time.time()
         self._stop = asyncio.Event()
@@ -81,7 +93,7 @@ class Daemon:
         loop = self._loop = asyncio.get_running_loop()
         self.mover = Mover(self.state, self.parts.spill, self.parts.arenas, loop, self.perform)
         self._do |= self.mover.handlers
-        self.operator = Operator(self)
+        self.operator, self.health = Operator(self), Health(self)
         self._watch_keeper()
         self.catalog.start()
         self.state.tick(loop.time())
@@ -118,13 +130,14 @@ class Daemon:
                 log.exception("a tick failed")
                 self.faults += 1
             self.perform()
+            self.health.look(TICK_S)
             for listener in self._listeners:
                 listener.close_partial(now_s)
             if now_s >= next_save_s:
                 next_save_s = now_s + SAVE_IDLE_S
                 self._save_idle(now_s)
             elif self.unsaved:
-                self._save([], None)
+                self._save([], lambda error: None)  # nobody waits for it
 
     def _save_idle(self, now_s: float) -> None:
         idle = tuple(
@@ -153,6 +166,7 @@ class Daemon:
                 await self.mover.idle.wait()
         self._save_idle(self._loop.time())
         self._watch.close()
+        self.mover.close()
         spill = await asyncio.to_thread(self.parts.spill.close, 0.3 * left_s)
         catalog = await asyncio.to_thread(self.catalog.close, 0.3 * left_s)
         if not (spill and catalog):
@@ -195,9 +209,11 @@ class Daemon:
                 for name, memfd in kept_fds(arena).items():
                     parts.keeper.put(name, memfd)
         except KeeperError as error:
+            self.keeper_lost = True
             log.error("the arenas would not outlive this process: %s", error)
             self._loop.call_later(KEEPER_RETRY_S, self._keeper_ended, fd)
             return
+        self.keeper_lost = False
         log.warning("the keeper of the arenas had ended; another one has them now")
         self._watch_keeper()
 
@@ -288,7 +304,7 @@ class Daemon:
             lost,
         )  # fmt: skip
         conn.peer = peer
-        conn.enter((tenant.number, peer.member.index))
+        conn.enter((tenant.number, who.pid))
         try:
             socket.send_fds(
                 sock, [wire.frame(welcome, msgspec.msgpack.Encoder())], [arena.payload_fd]
@@ -307,14 +323,15 @@ class Daemon:
             reply = self.state.error(
                 conn.peer, req.id, Internal("a fault in the daemon; its log has the trace")
             )
-        if self.state.world.actions:
-            ops = self._carry_out()
-            if ops:
-                self._save(ops, None if reply is None else lambda error: self._late(
-                    conn, req.id, reply, error
-                ))  # fmt: skip
-                return None
-        return reply
+        ops = self._carry_out() if self.state.world.actions else []
+        behind = (self._unstored or self.unsaved) and type(req) in STORED_VERBS
+        if not (ops or behind) or isinstance(reply, wire.Error):
+            self._save(ops, None)
+            return reply
+        self._save(ops, None if reply is None else lambda error: self._late(
+            conn, req.id, reply, error
+        ))  # fmt: skip
+        return None
 
     def _late(
         self, conn: Connection, request_id: int, reply: wire.Reply, error: CatalogError | None
@@ -342,7 +359,6 @@ class Daemon:
 
     def gone(self, conn: Connection) -> None:
         """A connection has closed."""
-        conn.leave()
         for listener in self._listeners:
             listener.forget(conn)
         if conn.peer is not None:
@@ -377,17 +393,19 @@ class Daemon:
 
     def _save(self, ops: list[Op], done: Callable[[CatalogError | None], None] | None) -> None:
         """Give changes to the catalog; what it refuses is tried again with the next ones."""
+        if not ops and done is None:
+            return
         batch = self.unsaved + ops
         self.unsaved = []
-        if not batch:
-            return
+        self._unstored += 1
 
         def stored(error: CatalogError | None) -> None:
+            self._unstored -= 1
             if error is not None:
                 log.error("catalog: %s", error)
-                self.unsaved = batch + self.unsaved
+                self.unsaved, self._refusal = batch + self.unsaved, error
             if done is not None:
-                done(error)
+                done(self._refusal if self.unsaved else None)
 
         def from_thread(error: CatalogError | None) -> None:
             self._loop.call_soon_threadsafe(stored, error)
@@ -432,6 +450,7 @@ class Daemon:
         member, headers = action.member, self.parts.arenas[action.tenant.name].headers
         if not member.alive:
             self._watch.drop(member)
+        if not (member.alive and member.listed):
             headers.write_client(member.index, None)
             return
         group = member.group

@@ -7,7 +7,7 @@ Cheng, SIGCOMM 1996, with the cost charged when it is known).
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
@@ -59,15 +59,31 @@ class FairQueue(Generic[T]):
     def take(self, flow: Flow) -> T:
         """Take a client's first item out; `charge` says later what it cost."""
         tenant, client = flow
-        clients = self._waiting[tenant]
-        items = clients[client]
-        item = items.popleft()
+        item = self._waiting[tenant][client].popleft()
         self._count -= 1
-        if not items:
+        self._tidy(tenant, client)
+        return item
+
+    def take_if(self, wanted: Callable[[T], bool]) -> list[T]:
+        """Take out all items that are wanted elsewhere."""
+        taken: list[T] = []
+        for tenant, clients in list(self._waiting.items()):
+            for client, items in list(clients.items()):
+                found = [item for item in items if wanted(item)]
+                for item in found:
+                    items.remove(item)
+                self._tidy(tenant, client)
+                taken += found
+        self._count -= len(taken)
+        return taken
+
+    def _tidy(self, tenant: int, client: int) -> None:
+        """Those without items do not wait."""
+        clients = self._waiting[tenant]
+        if not clients[client]:
             del clients[client]
             if not clients:
                 del self._waiting[tenant]
-        return item
 
     def charge(self, flow: Flow, cost: float) -> None:
         """A client has had something, by way of the queue or past it."""

@@ -20,6 +20,13 @@ DAEMON: Final[_Table] = (
     ("nvme.total_bytes", "kvtierd_nvme_total_bytes", "Size of all spill files."),
     ("nvme.used_bytes", "kvtierd_nvme_used_bytes", "Bytes of spill slots in use."),
     ("nvme.free_bytes", "kvtierd_nvme_free_bytes", "Bytes of spill slots not in use."),
+    ("scrub.running", "kvtierd_scrub_running", "1 while a pass over the spill files runs."),
+    ("scrub.progress", "kvtierd_scrub_progress_ratio", "How far the pass has come; else 1."),
+    (
+        "scrub.since_pass_s",
+        "kvtierd_scrub_last_pass_age_seconds",
+        "Time since every block in the spill files had been verified.",
+    ),
 )
 
 TENANT: Final[_Table] = (
@@ -46,6 +53,11 @@ TENANT: Final[_Table] = (
     ("leases", "kvtierd_leases", "Leases that clients hold."),
     ("promised_blocks", "kvtierd_promised_blocks", "Blocks promised ahead by reservations."),
     ("waiting", "kvtierd_waiting_requests", "Requests that wait for room or for a copy."),
+    ("served.requests", "kvtierd_served_requests", "Requests answered at once since the start."),
+    ("served.busy_s", "kvtierd_served_busy_seconds", "Time of the daemon spent on them."),
+    ("served.p50_s", "kvtierd_request_p50_seconds", "Half of them were answered within this time."),
+    ("served.p99_s", "kvtierd_request_p99_seconds", "99 % of them were answered within this time."),
+    ("served.longest_s", "kvtierd_request_longest_seconds", "All of them were, within this time."),
 )
 
 SPILL_PATH: Final[_Table] = (

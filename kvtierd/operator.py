@@ -23,8 +23,10 @@ class Operator:
         self._verbs: dict[type, Callable[[Any], dict[str, object]]] = {
             admin_wire.Stats: lambda req: self.stats(),
             admin_wire.Sessions: lambda req: report.sessions(self._world, req.tenant),
+            admin_wire.Clients: lambda req: self._clients(),
             admin_wire.Tree: lambda req: report.tree(self._world, req.session),
             admin_wire.Evict: self._evict,
+            admin_wire.Scrub: self._scrub,
             admin_wire.Reload: lambda req: daemon.reload(),
         }
 
@@ -38,11 +40,15 @@ class Operator:
             raise InvalidArgument(f"there is no tenant {req.tenant!r}, or blocks is negative")
         return {"blocks": self._daemon.state.evictor.evict(tenant, req.blocks or 1 << 30)}
 
+    def _scrub(self, req: admin_wire.Scrub) -> dict[str, object]:
+        started = self._daemon.state.scrub.start()
+        return {"started": started} | self._daemon.state.scrub.report()
+
     def stats(self) -> dict[str, object]:
         """Counters and gauges of the daemon."""
         daemon = self._daemon
         parts, spill = daemon.parts, daemon.parts.spill.counters()
-        reasons = self.health()
+        reasons = daemon.health.reasons()
         return {
             "daemon": {
                 "version": __version__,
@@ -55,8 +61,9 @@ class Operator:
                 "durability": daemon.config.spill.durability,
             },
             "health": {"ok": not reasons, "reasons": reasons},
-            "tenants": report.tenants(self._world),
+            "tenants": self._tenants(),
             "nvme": self._nvme(),
+            "scrub": daemon.state.scrub.report(),
             "counters": dict(self._world.counters)
             | {
                 "spill_written_bytes": spill.written_bytes,
@@ -64,8 +71,21 @@ class Operator:
                 "spill_jobs_in_flight": spill.jobs_in_flight,
                 "mover_queued": daemon.mover.queued,
                 "catalog_queued": daemon.catalog.queued,
+                "loop_longest_stall_s": round(daemon.health.latest_s, 3),
             },
         }
+
+    def _tenants(self) -> dict[str, dict[str, object]]:
+        found = report.tenants(self._world)
+        for name, gauges in found.items():
+            number = self._world.tenants[name].number
+            gauges["served"] = self._daemon.turns.of_tenant(number).report()
+        return found
+
+    def _clients(self) -> dict[str, object]:
+        served = self._daemon.turns.served
+        found = report.clients(self._world)
+        return {"clients": [one | served[flow].report() for flow, one in found.items()]}
 
     def _nvme(self) -> dict[str, object]:
         files = self._daemon.parts.spill_files
@@ -86,19 +106,3 @@ class Operator:
                 for index, file in enumerate(files.files)
             ],
         }
-
-    def health(self) -> list[str]:
-        """Why the daemon is not well; empty when it is."""
-        daemon, reasons = self._daemon, []
-        if daemon.faults:
-            reasons.append(f"{daemon.faults} faults inside the daemon; its log has the traces")
-        if not daemon.catalog.alive:
-            reasons.append("the catalog's thread has ended")
-        if daemon.unsaved:
-            reasons.append(f"{len(daemon.unsaved)} changes of the catalog could not be stored yet")
-        reasons += [
-            f"tenant {tenant.name}: writing to NVMe fails"
-            for tenant in self._world.tenants.values()
-            if tenant.spill_fails
-        ]
-        return reasons

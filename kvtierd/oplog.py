@@ -65,6 +65,10 @@ def _save_holds(action: act.SaveHolds) -> rows.Op:
     )
 
 
+def _save_scrub(action: act.SaveScrub) -> rows.Op:
+    return rows.SaveScrub(time.time())
+
+
 _OPS: Final[dict[type, Callable[[Any], rows.Op]]] = {
     act.SaveSession: _save_session,
     act.SaveNodes: _save_nodes,
@@ -74,6 +78,7 @@ _OPS: Final[dict[type, Callable[[Any], rows.Op]]] = {
     act.SaveLayout: _save_layout,
     act.SaveBlob: _save_blob,
     act.SaveHolds: _save_holds,
+    act.SaveScrub: _save_scrub,
 }
 
 

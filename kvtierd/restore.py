@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_client.wire import HELD
+from kvtierd.catalog.errors import CatalogDamaged
 from kvtierd.catalog.rows import CatalogSnapshot, SessionRecord
 from kvtierd.core.blocks import Slots
 from kvtierd.core.found import Found, FoundNode, FoundSession
@@ -53,9 +54,24 @@ class _Tier:
                 found.setdefault(entry.fingerprint, []).append(entry.slab)
         return found
 
-    def claim(self, numbers: list[int], pool: Pool) -> None:
-        """Some slabs are of this pool."""
-        self.pool_of[numbers] = pool.number
+    def claim(self, numbers: list[int], pool: Pool) -> list[int]:
+        """Some slabs are of this pool; returns them without those that are not cut as its slabs
+        are, which nobody gets and nobody reads."""
+        part = pool.dram if self.slabs is pool.tenant.arena else pool.nvme
+        cut = part.slot_bytes, part.slots_per_slab, pool.layout.block_bytes
+        misfits = {
+            entry.slab for entry in self.entries
+            if entry.fingerprint == pool.fingerprint and entry.tenant == pool.tenant.number
+            and (entry.slot_bytes, entry.slots, entry.block_bytes) != cut
+        }  # fmt: skip
+        if misfits:
+            log.error("%d slabs are not cut as their layout says; they are set aside", len(misfits))
+            self.pool_of[sorted(misfits)] = STRANGER
+            self.entries = [entry for entry in self.entries if entry.slab not in misfits]
+            set_aside(self.slabs, sorted(misfits))
+        fitting = [slab for slab in numbers if slab not in misfits]
+        self.pool_of[fitting] = pool.number
+        return fitting
 
     def pools(self, slots: Slots) -> NDArray[np.uint32]:
         """The pool of each slot."""
@@ -91,6 +107,7 @@ class Restore:
         marks = {name: self._scan_arena(tenant) for name, tenant in tenants.items()}
         laps.append(("headers", time.monotonic()))
         for tenant in tenants.values():
+            self._leave_damaged(tenant)
             self._adopt_all(tenant)
         self.recovery.settle()
         self._clear_bad()
@@ -111,6 +128,12 @@ class Restore:
                 self.state.sessions.add_pool(tenants[record.tenant], record.layout)
         sessions = [(s.tenant, _session(s)) for s in snapshot.sessions if s.tenant in tenants]
         for name, session in sessions:
+            if not session.closed and not tenants[name].pools.keys() >= set(session.layouts):
+                raise CatalogDamaged(
+                    "cannot restore the sessions of the catalog",
+                    f"session {session.token_hash.hex()} has a layout that the catalog lacks",
+                    "restore the catalog from a backup, or move it away, which loses the sessions",
+                )
             self.recovery.session(tenants[name], session)
         return sessions
 
@@ -160,6 +183,14 @@ class Restore:
 
     # ------------------------------------------------------------- tenants
 
+    def _leave_damaged(self, tenant: Tenant) -> None:
+        """Nobody gets an arena's slabs whose entries are damaged: a client of an earlier life may
+        still write there."""
+        damaged = np.flatnonzero(self.arenas[tenant.name].headers.slab_table().damaged).tolist()
+        if damaged:
+            log.error("arena %s: %d slabs have damaged entries", tenant.name, len(damaged))
+            set_aside(tenant.arena, damaged)
+
     def _adopt_all(self, tenant: Tenant) -> None:
         """Give the tenant's pools their slabs; those of unknown layouts nobody gets."""
         dram, nvme = self._dram[tenant.name].of(tenant), self._nvme.of(tenant)
@@ -188,15 +219,16 @@ class Restore:
         )  # fmt: skip
 
         def adopt(pool: Pool) -> None:
+            claimed = []
             for tier, numbers in tiers:
-                tier.slabs.free_slabs.extend(numbers)
-                tier.claim(numbers, pool)
+                claimed.append(tier.claim(numbers, pool))
+                tier.slabs.free_slabs.extend(claimed[-1])
                 for found in tier.unclaimed:
                     found.pool = tier.pools(found.slots)
                     mine = found.pool == pool.number
                     self.recovery.add(found.take(mine))
                 tier.unclaimed = [found.take(found.pool == NO_POOL) for found in tier.unclaimed]
-            self._adopt(pool, dram, nvme)
+            self._adopt(pool, *claimed)
             self.recovery.settle()
             self._clear_bad()
 

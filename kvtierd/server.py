@@ -13,6 +13,7 @@ import os
 import socket
 import stat
 import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -80,6 +81,10 @@ def open_pidfd(sock: socket.socket, pid: int) -> int:
         return os.pidfd_open(pid)
 
 
+def _keys(who: Credentials) -> tuple[tuple[str, int], ...]:
+    return ("uid", who.uid), ("pid", who.pid)
+
+
 class Listener:
     """A Unix socket at which clients or operators arrive."""
 
@@ -91,7 +96,10 @@ class Listener:
         )
         self._socket = _bind(path, mode)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._greeting = 0
+        self._arrivals: dict[Connection, Credentials] = {}
+        """Everybody who is here, with those that have not said HELLO."""
+        self._count: Counter[tuple[str, int]] = Counter()
+        """How many are of each uid and process."""
         self.connections: set[Connection] = set()
 
     def start(self) -> None:
@@ -118,26 +126,23 @@ class Listener:
     async def _greet(self, sock: socket.socket) -> None:
         """Learn who it is, let it in or turn it away, and hand the socket to the loop."""
         conn = Connection(self._desk, self._decoder, operator=self._admin)
-        self._greeting += 1
         try:
             await self._let_in(sock, conn)
         except (KvtierError, TimeoutError, OSError) as error:
-            conn.leave()
+            self.forget(conn)
             if isinstance(error, KvtierError):
                 await _say(sock, frame(conn.error(1, error), msgspec.msgpack.Encoder()))
             sock.close()
             return
         except Exception:
             log.exception("a connection failed")
-            conn.leave()
+            self.forget(conn)
             sock.close()
             return
         except BaseException:  # the listener closes
-            conn.leave()
+            self.forget(conn)
             sock.close()
             raise
-        finally:
-            self._greeting -= 1
         self.connections.add(conn)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: conn, sock)
@@ -147,10 +152,10 @@ class Listener:
 
     async def _let_in(self, sock: socket.socket, conn: Connection) -> None:
         """Check who it is and what it says first. Errors: KvtierError, TimeoutError, OSError."""
-        limit = self._desk.limits.connections
-        if len(self.connections) + self._greeting > limit:
-            raise QuotaExceeded(f"{limit} connections (limits.connections)")
         who = credentials(sock)
+        self._admit_one_more(who)
+        self._arrivals[conn] = who
+        self._count.update(_keys(who))
         if self._admin:
             if who.uid not in (0, os.geteuid()):
                 raise NotOwner(f"uid {who.uid} may not use the admin socket")
@@ -161,6 +166,19 @@ class Listener:
                 await asyncio.sleep(0)
         self._desk.admit(sock, who, hello, conn)
         conn.behind_hello(rest)
+
+    def _admit_one_more(self, who: Credentials) -> None:
+        """Keep room for others: a uid gets at most half of the connections that are there, and a
+        process a third. Errors: QuotaExceeded."""
+        here = len(self._arrivals)
+        left = self._desk.limits.connections - here
+        of_uid, of_pid = self._count["uid", who.uid], self._count["pid", who.pid]
+        if of_uid >= left or of_pid >= max(left // 2, 1):
+            raise QuotaExceeded(
+                f"{here} connections, {of_uid} of uid {who.uid}, {of_pid} of process "
+                f"{who.pid}; there may be {self._desk.limits.connections} (limits.connections), "
+                "and some stay free for others"
+            )
 
     async def _read_hello(self, sock: socket.socket) -> tuple[Hello, bytes]:
         """Read the first frame; returns it and what came behind it."""
@@ -187,7 +205,14 @@ class Listener:
         return hello, data[end:]
 
     def forget(self, conn: Connection) -> None:
-        """A connection of this listener has closed."""
+        """A connection of this listener has closed, or was turned away."""
+        conn.leave()
+        who = self._arrivals.pop(conn, None)
+        if who is not None:
+            for key in _keys(who):
+                self._count[key] -= 1
+                if not self._count[key]:
+                    del self._count[key]
         self.connections.discard(conn)
 
     def close(self) -> None:
@@ -216,7 +241,7 @@ def _bind(path: str, mode: int) -> socket.socket:
             sock.bind(path)
         finally:
             os.umask(old)
-        sock.listen(128)
+        sock.listen(socket.SOMAXCONN)
         sock.setblocking(False)
     except OSError:
         sock.close()

@@ -32,14 +32,14 @@ from kvtierd.tiers.arena import Arena, ArenaSettings, attach_arena, create_arena
 from kvtierd.tiers.errors import StartError
 from kvtierd.tiers.headers import new_superblock
 from kvtierd.tiers.holder import MemoryKeeper, open_keeper
-from kvtierd.tiers.locks import lock_directory
+from kvtierd.tiers.locks import check_socket_place, check_way, lock_directory
 from kvtierd.tiers.spill import SpillTier
 from kvtierd.tiers.spill_files import SpillFiles, SpillSettings
 from kvtierd.tiers.spill_open import open_spill
 from kvtierd.tiers.superblock import Expected, Geometry, Kind
 
 LAYOUTS_PER_TENANT = 4096
-WAITING_PER_TENANT = 65536
+WAITING_PER_TENANT = 8192
 GENERATION_SHIFT = 40
 """Sequence numbers begin above those of all earlier lives, also of blocks that are gone. Their low
 half, which ties a slot's word to its body, begins at random, so that no old body fits by chance."""
@@ -80,10 +80,22 @@ def tenant_number(name: str) -> int:
 
 def start(config: Config, *, discard_dram: bool = False) -> Parts:
     """Open everything and rebuild the tables. Errors: StartError, and nothing has changed."""
+    try:
+        return _start(config, discard_dram=discard_dram)
+    except OSError as error:
+        raise StartError(
+            "cannot open or read what an earlier run left", str(error),
+            "look at the disk (kernel log); when it reads again, start again",
+        ) from error  # fmt: skip
+
+
+def _start(config: Config, *, discard_dram: bool) -> Parts:
     began_s = time.monotonic()
     with contextlib.ExitStack() as undo:
         runtime, made = _lock_runtime(config.runtime_dir)
         undo.callback(_leave_runtime, config.runtime_dir, runtime, made)
+        for place in (config.socket.client_path, config.socket.admin_path):
+            check_socket_place(place)
         directory = lock_directory(config.state_dir)
         undo.callback(directory.discard)
         catalog = Catalog.open(directory, config.spill.durability)
@@ -96,6 +108,8 @@ def start(config: Config, *, discard_dram: bool = False) -> Parts:
         generation = catalog.generation + 1
         state = _state(config, arenas, files, generation)
         outcome, watched = Restore(state, arenas, files).run(catalog.load())
+        if catalog.scrubbed_s:
+            state.scrub.ended_s = state.world.now_s - max(time.time() - catalog.scrubbed_s, 0.0)
         files.begin(generation)
         for arena in arenas.values():
             arena.headers.set_generation(generation)
@@ -122,6 +136,8 @@ def _lock_runtime(path: str) -> tuple[int, bool]:
     """Make and lock the runtime directory, for its sockets belong to one daemon; returns its
     descriptor and whether it was made now."""
     asked = f"cannot use runtime_dir {path}"
+    path = os.path.abspath(path)  # a trailing slash would make the kernel follow a link
+    check_way(path, asked)
     try:
         made = not os.path.isdir(path)
         os.makedirs(path, 0o755, exist_ok=True)
@@ -154,6 +170,7 @@ def _spill_settings(config: Config) -> SpillSettings:
     return SpillSettings(
         spill.paths, spill.capacity_bytes, spill.slab_bytes, config.arena.min_block_bytes,
         spill.direct_io, spill.durability, spill.preallocate, spill.io_threads, spill.queue_bytes,
+        spill.encryption.enabled, spill.encryption.key, spill.encryption.old_key,
     )  # fmt: skip
 
 
@@ -282,6 +299,8 @@ def core_limits(config: Config) -> CoreLimits:
         orphan_ttl_s=float(config.recovery.orphan_ttl_s),
         power=config.spill.durability == "power",
         end_to_end=config.integrity == "end_to_end",
+        scrub_rate_bytes=int(config.scrub.rate_bytes),
+        scrub_interval_s=float(config.scrub.interval_s),
     )
 
 

@@ -56,20 +56,31 @@ class Served:
         self.classes[place] = self.classes.get(place, 0) + 1
         self.requests += 1
 
+    def absorb(self, other: "Served") -> None:
+        """Count what was done for another one, too."""
+        self.requests += other.requests
+        self.busy_s += other.busy_s
+        for place, count in other.classes.items():
+            self.classes[place] = self.classes.get(place, 0) + count
+
     def quantile_s(self, part: float) -> float:
         """The duration that this part of the requests did not exceed, to a sixteenth; 0 of none."""
-        return quantile_s(self.classes, part)
+        left = part * self.requests
+        for place in sorted(self.classes):
+            left -= self.classes[place]
+            if left <= 0:
+                shift = max(place // FINE - 1, 0)
+                return float((place - shift * FINE + 1) << shift) / 16e6
+        return 0.0
 
-
-def quantile_s(classes: dict[int, int], part: float) -> float:
-    """The upper bound of the class in which a quantile lies; 0 of none."""
-    left = part * sum(classes.values())
-    for place in sorted(classes):
-        left -= classes[place]
-        if left <= 0:
-            shift = max(place // FINE - 1, 0)
-            return float((place - shift * FINE + 1) << shift) / 16e6
-    return 0.0
+    def report(self) -> dict[str, float]:
+        """The same for operators."""
+        return {
+            "requests": self.requests,
+            "busy_s": round(self.busy_s, 6),
+            **{f"p{part}_s": self.quantile_s(part / 100) for part in (50, 99)},
+            "longest_s": self.quantile_s(1.0),
+        }
 
 
 class Turns:
@@ -90,6 +101,8 @@ class Turns:
         """When the last turn had ended."""
         self.served: dict[Flow, Served] = {}
         """By client process, as long as it has a connection."""
+        self._past: dict[int, Served] = {}
+        """By tenant: what was done for clients that are gone."""
 
     # ------------------------------------------------------------ who is there
 
@@ -105,6 +118,17 @@ class Turns:
         served.connections -= 1
         if not served.connections:
             del self.served[flow]
+            self._past.setdefault(flow[0], Served()).absorb(served)
+
+    def of_tenant(self, tenant: int) -> Served:
+        """What was done for all clients of a tenant since the start."""
+        total = Served()
+        if tenant in self._past:
+            total.absorb(self._past[tenant])
+        for flow, served in self.served.items():
+            if flow[0] == tenant:
+                total.absorb(served)
+        return total
 
     # ------------------------------------------------------------ turns
 

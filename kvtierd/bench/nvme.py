@@ -6,10 +6,12 @@ again. Checksums, headers, tables, socket and syncing are part of it; copying to
 own memory is not, since fio does not do that either. Rounds of fio alternate with them.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from kvtierd.bench.figures import Cell, Figure, middle
 from kvtierd.bench.fio import NAMES, Direction, Durability
 from kvtierd.bench.plan import KIB, MIB, Plan, label, short
 from kvtierd.core.copies import BATCH_BYTES
+from kvtierd.tiers.master_key import KEY_BYTES
 
 ROUND_BYTES: Final = 512 * MIB
 SPARE_BYTES: Final = 128 * MIB
@@ -101,13 +104,21 @@ class Rounds:
 
 @contextmanager
 def rounds_of(
-    plan: Plan, durability: Durability, block_bytes: int, poll_s: float = POLL_S
+    plan: Plan,
+    durability: Durability,
+    block_bytes: int,
+    poll_s: float = POLL_S,
+    key_file: Path | None = None,
 ) -> Iterator[tuple[Rounds, Daemon]]:
-    """A daemon whose files have been written once, ready for rounds.
+    """A daemon whose files have been written once, ready for rounds; it encrypts with a key.
 
     `poll_s` is how often it is asked whether a round has ended, which costs it CPU time.
     """
-    spill = {"durability": durability, "preallocate": True, "io_threads": fio.DEPTH}
+    spill: dict[str, Any] = {
+        "durability": durability, "preallocate": True, "io_threads": fio.DEPTH,
+    }  # fmt: skip
+    if key_file is not None:
+        spill |= {"encryption.enabled": True, "encryption.key": str(key_file)}
     spill_bytes = plan.part(SPILL_BYTES, least=256 * MIB)
     watermarks = {"high_watermark": 1.0, "low_watermark": 0.99}
     with (
@@ -179,3 +190,36 @@ def sizes(plan: Plan) -> list[Figure]:
         for size in plan.some(SIZES)
         for figure in figures_of(f"nvme.{short(size)}", label(size), compare(plan, "process", size))
     ]
+
+
+def encrypted(plan: Plan) -> list[Figure]:
+    """Blocks of 1 MiB, encrypted and not, in turns by two daemons beside each other."""
+    found: Pairs = {"write": [], "read": []}
+    cpu_s: list[tuple[float, float]] = []
+    with plan.empty_directory() as place:
+        key_file = place / "key"
+        key_file.touch(0o600)
+        key_file.write_bytes(os.urandom(KEY_BYTES))
+        with (
+            rounds_of(plan, "process", MIB, key_file=key_file) as (closed, first),
+            rounds_of(plan, "process", MIB) as (plain, second),
+        ):
+            for _ in range(plan.rounds(ROUNDS)):
+                before_s = first.cpu_s(), second.cpu_s()
+                closed_s, plain_s = closed.both_s(), plain.both_s()
+                cpu_s.append((first.cpu_s() - before_s[0], second.cpu_s() - before_s[1]))
+                for way, pairs in found.items():
+                    pairs.append(
+                        (closed.size_bytes / closed_s[way], plain.size_bytes / plain_s[way])
+                    )
+            moved_gb = 2 * closed.size_bytes / 1e9
+    figures = []
+    for direction, pairs in found.items():
+        name = f"nvme.encrypted.{WAYS[direction]}"
+        figures.append(middle(f"{name}.gb_s", [mine / 1e9 for mine, _ in pairs]))
+        ratios = [mine / theirs for mine, theirs in pairs]
+        figures.append(middle(f"{name}.ratio_plain", ratios, note="against files that are not"))
+    for name, column in (("nvme.encrypted", 0), ("nvme.plain", 1)):
+        each = [pair[column] / moved_gb for pair in cpu_s]
+        figures.append(middle(f"{name}.cpu_s_per_gb", each, better="lower"))
+    return figures

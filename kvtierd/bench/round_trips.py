@@ -18,7 +18,7 @@ import msgpack
 import msgspec
 
 from kvtier_client.wire import PROTOCOL_VERSION
-from kvtierd.bench.daemons import BLOCK_TOKENS, layout
+from kvtierd.bench.daemons import BLOCK_BYTES, BLOCK_TOKENS, layout
 
 READ_BYTES: Final = 65536
 
@@ -78,11 +78,12 @@ class Connection:
 
 
 class Caller(Connection):
-    """A connection with a session for blocks of 1 MiB."""
+    """A connection with a session for blocks of one size."""
 
-    def __init__(self, client_path: str) -> None:
+    def __init__(self, client_path: str, block_bytes: int = BLOCK_BYTES) -> None:
         super().__init__(client_path)
-        self.fingerprint = self.ask("register_layout", msgspec.to_builtins(layout()))[4]
+        described = msgspec.to_builtins(layout(block_bytes))
+        self.fingerprint = self.ask("register_layout", described)[4]
         self.open()
 
     def open(self) -> None:
@@ -95,9 +96,15 @@ class Caller(Connection):
         self.ask("close_session", self.session)
         self.open()
 
-    def reserve(self, blocks: int) -> int:
+    def reserve(self, blocks: int, wait_s: float = 0.0) -> int:
         """Lease slots; returns the lease."""
-        return int(self.ask("reserve", self.number, self.fingerprint, blocks)[4])
+        wanted = (self.number, self.fingerprint, blocks, 0, 0, wait_s)
+        return int(self.ask("reserve", *wanted)[4])
+
+    def read(self, first: int, blocks: int, wait_s: float = 0.0) -> None:
+        """Lease pages for reading, and give them back."""
+        wanted = (self.number, self.session, 0, self.fingerprint, first, blocks, wait_s)
+        self.ask("release", self.ask("acquire", *wanted)[4])
 
     def commit(self, lease: int, names: "Names") -> None:
         """Publish the next pages of the session."""

@@ -14,7 +14,18 @@ from typing import Final
 import psutil
 
 from kvtier_client.errors import CapacityError, InvalidArgument
-from kvtierd.bench import clients, control, cpu, dram, dram_sizes, fio, mixed, nvme, prune
+from kvtierd.bench import (
+    clients,
+    control,
+    cpu,
+    dram,
+    dram_sizes,
+    fio,
+    mixed,
+    neighbours,
+    nvme,
+    prune,
+)
 from kvtierd.bench.figures import Figure, load
 from kvtierd.bench.plan import GIB, MIB, Plan
 
@@ -42,8 +53,10 @@ BENCHMARKS: Final[Mapping[str, Benchmark]] = {
     "clients": Benchmark(clients.measure, 4 * GIB),
     "nvme": Benchmark(nvme.measure, GIB, 2 * GIB, uses_fio=True),
     "nvme.sizes": Benchmark(nvme.sizes, GIB, 2 * GIB, uses_fio=True),
+    "nvme.encrypted": Benchmark(nvme.encrypted, 2 * GIB, 3 * GIB),
     "under_spill": Benchmark(mixed.under_spill, GIB, 2 * GIB),
     "writer": Benchmark(mixed.writer, GIB, 3 * GIB, uses_fio=True),
+    "neighbours": Benchmark(neighbours.measure, 2 * GIB, 2 * GIB),
     "cpu": Benchmark(cpu.measure, GIB, 2 * GIB),
 }
 

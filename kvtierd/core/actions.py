@@ -51,6 +51,16 @@ class Promote(msgspec.Struct):
     dst: Slots
     checksums: NDArray[np.uint64]
     urgent: bool
+    client: int
+    """Pid of the client that it is for; OWN_WORK when it is for nobody's request."""
+
+
+class Hurry(msgspec.Struct):
+    """A request waits for blocks on their way to DRAM: those fetched ahead are urgent now."""
+
+    pool: "Pool"
+    rows: Rows
+    client: int
 
 
 class Clear(msgspec.Struct):
@@ -59,6 +69,18 @@ class Clear(msgspec.Struct):
     batch: int
     pool: "Pool"
     slots: Slots
+
+
+class Verify(msgspec.Struct):
+    """Read blocks on NVMe into no slot and verify them; answer with `State.verified`.
+
+    There is one at a time."""
+
+    batch: int
+    pool: "Pool"
+    rows: Rows
+    slots: Slots
+    checksums: NDArray[np.uint64]
 
 
 class RecordMember(msgspec.Struct):
@@ -133,6 +155,10 @@ class SaveHolds(msgspec.Struct):
     held: bool
 
 
+class SaveScrub(msgspec.Struct):
+    """Catalog: a pass over all blocks on NVMe has ended now."""
+
+
 class Note(msgspec.Struct):
     """Something an operator should find in the log; `kind` is what to search for."""
 
@@ -141,7 +167,7 @@ class Note(msgspec.Struct):
 
 
 Action = (
-    Note | Send | AssignSlab | Demote | Promote | Clear | RecordMember
+    Note | Send | AssignSlab | Demote | Promote | Hurry | Clear | Verify | RecordMember
     | SaveSession | SaveNodes | DropNodes | DropSession | ForgetSession | SaveLayout | SaveBlob
-    | LoadBlob | SaveHolds
+    | LoadBlob | SaveHolds | SaveScrub
 )  # fmt: skip

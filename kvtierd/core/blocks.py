@@ -23,7 +23,8 @@ F_MOVING: Final = 2  # being copied DRAM -> NVMe
 F_FILLING: Final = 4  # being copied NVMe -> DRAM; its DRAM slot is not readable yet
 F_DOOMED: Final = 8  # nobody names it any more; freed when its readers and copies have ended
 F_LOST: Final = 16  # HELD, but its medium lost it; kept so that the loss is reported
-F_BUSY: Final = F_MOVING | F_FILLING | F_DOOMED | F_LOST
+F_VERIFYING: Final = 32  # its NVMe copy is being read by the scrub, and must stay meanwhile
+F_BUSY: Final = F_MOVING | F_FILLING | F_DOOMED | F_LOST | F_VERIFYING
 
 # A row is in four arrays. What every move, drop and read looks at is apart, so that a pass over
 # many rows touches little memory; what only commits and headers need is together.
@@ -58,8 +59,8 @@ _TOUCH_AT: Final = struct.calcsize("<QQQQIiII")  # behind the columns before it
 assert (_NAME_PACKED.size, _READ.size) == (_NAME.itemsize, _NAME.itemsize)
 U_KEPT: Final = np.uint64(F_HELD | 0xFFFF << 32)
 """Bits of `BlockTable.use`: HELD or pinned."""
-U_BUSY: Final = np.uint64(F_MOVING | F_FILLING | 0xFFFF << 16)
-"""Bits of `BlockTable.use`: being copied or read."""
+U_BUSY: Final = np.uint64(F_MOVING | F_FILLING | F_VERIFYING | 0xFFFF << 16)
+"""Bits of `BlockTable.use`: being copied, verified or read."""
 
 
 def rising(values: NDArray[Any]) -> bool:

@@ -109,7 +109,7 @@ class Commits:
             check_repeated(stored, repeated)
         run.reach(int(pages[-1]) + 1)
         named = run.rows[pages - run.start]
-        new = self._fresh(named, valid, repeated, asked)
+        new = self._fresh(named, valid, repeated, checksums, asked)
         kept = self._held(named) | asked
         self._free_duplicates(lease, slots[~new & ~repeated], index)
         if new.any():
@@ -237,14 +237,22 @@ class Commits:
         return held
 
     def _fresh(
-        self, named: Rows, valid: NDArray[np.int64], repeated: NDArray[np.bool_], kept: bool
+        self,
+        named: Rows,
+        valid: NDArray[np.int64],
+        repeated: NDArray[np.bool_],
+        checksums: NDArray[np.uint64],
+        kept: bool,
     ) -> NDArray[np.bool_]:
-        """Which blocks are new, longer than what is stored, or HELD where that is not."""
+        """Which blocks are new, longer than what is stored, or HELD where that is not; under
+        `end_to_end` also those with other bytes: what was stored was found changed."""
         table = self.world.table
         lost = (table.flags[named] & F_LOST) != 0
         fresh: NDArray[np.bool_] = (named == NONE) | (table.valid[named] < valid) | lost
         if kept:
             fresh |= (table.flags[named] & F_HELD) == 0
+        if self.world.limits.end_to_end:
+            fresh |= (table.valid[named] == valid) & (table.checksum[named] != checksums)
         fresh &= ~repeated
         return fresh
 

@@ -36,6 +36,7 @@ from kvtierd.core.slabs import (
 )  # fmt: skip
 from kvtierd.core.tenant import Pool
 from kvtierd.core.world import World
+from kvtierd.fair import OWN_WORK
 
 BATCH_BYTES: Final = 32 << 20
 BATCH_BYTES_MIN: Final = 4 << 20
@@ -189,12 +190,13 @@ class Copies:
         pool.tenant.spill_fails = bool((status == IO_ERROR).any())
         if not ok.all():
             self.clear(pool, slots[~ok], FILLING)
+            changed = status == MISMATCH  # in DRAM, since they were committed or fetched
             if pool.tenant.spill_fails:
                 world.counters["io_errors"] += int(np.count_nonzero(status == IO_ERROR))
                 pool.tenant.spill_retry_s = world.now_s + 1.0
-            self._settle(pool, rows[~ok])
+            self._settle(pool, rows[~ok & ~changed])
+            self.lose(pool, self._settle(pool, rows[changed]))
             rows, slots, checksums = rows[ok], slots[ok], checksums[ok]
-        rows, slots, checksums = self._unchanged(pool, rows, slots, checksums)
         if not len(rows):
             return
         world.nvme.set_state(pool.nvme, slots, FILLING, ready_words(table.seq[rows]))
@@ -209,17 +211,6 @@ class Copies:
         if len(unread):
             self.leave_dram(pool, unread)
 
-    def _unchanged(
-        self, pool: Pool, rows: Rows, slots: Slots, checksums: NDArray[np.uint64]
-    ) -> tuple[Rows, Slots, NDArray[np.uint64]]:
-        """Leave out blocks whose bytes in DRAM are not those of the checksum they had: lost."""
-        known = self.world.table.checksum[rows]
-        changed = (known != 0) & (known != checksums)
-        if changed.any():
-            self.clear(pool, slots[changed], FILLING)
-            self.lose(pool, self._settle(pool, rows[changed]))
-        return rows[~changed], slots[~changed], checksums[~changed]
-
     def _settle(self, pool: Pool, rows: Rows) -> Rows:
         """Free those of the rows that were doomed while they moved; returns the others."""
         doomed = (self.world.table.flags[rows] & F_DOOMED) != 0
@@ -229,7 +220,9 @@ class Copies:
         named: Rows = rows[~doomed]
         return named
 
-    def promote(self, pool: Pool, rows: Rows, slots: Slots, urgent: bool) -> None:
+    def promote(
+        self, pool: Pool, rows: Rows, slots: Slots, *, urgent: bool, client: int = OWN_WORK
+    ) -> None:
         """Start to copy rows from NVMe into DRAM slots that were allocated as FILLING."""
         world, table = self.world, self.world.table
         pool.tenant.arena.epoch += 1
@@ -241,8 +234,9 @@ class Copies:
         for start in range(0, len(rows), per_batch):
             part, dst = rows[start : start + per_batch], slots[start : start + per_batch]
             batch = world.start_batch(pool, part, dst)
+            sums = table.checksum[part]
             world.actions.append(
-                Promote(batch, pool, part, table.nvme[part], dst, table.checksum[part], urgent)
+                Promote(batch, pool, part, table.nvme[part], dst, sums, urgent, client)
             )
 
     def promoted(self, batch: int, status: NDArray[np.uint8]) -> None:
@@ -272,6 +266,25 @@ class Copies:
         world.counters["restored_blocks"] += len(rows)
         world.counters["restored_bytes"] += len(rows) * pool.layout.block_bytes
         self._settle(pool, rows)
+
+    def verified(self, pool: Pool, rows: Rows, slots: Slots, status: NDArray[np.uint8]) -> int:
+        """NVMe copies were verified (status OK) or not; returns how many held blocks are lost.
+
+        A bad one goes where DRAM has the block, which is then demoted again like any other; else
+        the block is lost. What the medium could not read stays, as after a failed `Promote`.
+        """
+        world, table = self.world, self.world.table
+        flags = table.flags[rows]
+        # a copy that is being promoted is judged by that
+        mine = ((flags & (F_DOOMED | F_FILLING)) == 0) & (table.nvme[rows] == slots)
+        in_dram = table.dram[rows] != NONE
+        again = rows[mine & (status != OK) & (status != CANCELLED) & in_dram]
+        if len(again):
+            self.leave_nvme(pool, again)
+        before = world.counters["lost_blocks"]
+        self.lose(pool, rows[mine & (status == MISMATCH) & ~in_dram])
+        self.unread(pool, rows[(flags & F_DOOMED) != 0])
+        return world.counters["lost_blocks"] - before
 
     def lose(self, pool: Pool, rows: Rows) -> None:
         """No copy of rows is good: those that are kept become LOST, the others go."""

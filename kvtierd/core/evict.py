@@ -31,8 +31,10 @@ class Evictor:
         """Free, or start to free, DRAM slots of a pool until `n` can be allocated.
 
         `write`: the slots are for a writer, who may not use the exchange headroom. `patient`:
-        whoever asks can wait for copies to NVMe; if not, CACHED blocks are dropped instead.
+        whoever asks can wait for copies to NVMe; if not, or while NVMe is stuck, CACHED blocks are
+        dropped instead.
         """
+        patient = patient and not self.world.nvme_stuck
         short = n - pool.tenant.arena.available(pool.dram)
         if short > 0:
             short -= self._leave_clean([pool], short)
@@ -42,7 +44,8 @@ class Evictor:
         if not patient and short > 0:
             rows = self._victims.first([pool], short, clean=False)
             short -= self._drop_cached(rows[self._droppable(rows)])
-        short -= pool.moving
+        if not self.world.nvme_stuck:
+            short -= pool.moving
         if short > 0:
             short -= self._move_dirty([pool], short, urgent=True)
         if short > 0:
@@ -143,8 +146,9 @@ class Evictor:
         for other in tenant.pools.values():
             if other.dram.draining:
                 return
-            if other is pool or not other.dram.free:
-                continue
+            slabs = len(other.dram.free)
+            if other is pool or not slabs or (slabs == 1 and other.held):
+                continue  # its last slab is the way to DRAM for its blocks on NVMe
             slab = max(other.dram.free, key=lambda s, free=other.dram.free: free[s])  # type: ignore[misc]
             rows = rows_at(tenant.arena, tenant.arena.slots_of(other.dram, slab))
             used = other.dram.slots_per_slab - other.dram.free[slab]
@@ -178,23 +182,21 @@ class Evictor:
         world, table, nvme = self.world, self.world.table, self.world.nvme
         slabs = sorted(pool.nvme.free)
         hand = self._hand.get(pool.number, 0)
-        for _ in range(min(NVME_SCAN_SLABS, len(slabs))):
-            hand = (hand + 1) % len(slabs)
-            rows = rows_at(nvme, nvme.slots_of(pool.nvme, slabs[hand]))
-            idle = rows[((table.flags[rows] & F_BUSY) == 0)]
-            kept = table.kept(idle)
-            in_dram = table.dram[idle] != NONE
-            drop = idle[~kept & ~in_dram][:n]
-            n -= self._drop_cached(drop)
-            dirty_room = pool.dram_capacity - pool.headroom - (pool.dram.used - pool.clean)
-            may_leave = in_dram if not world.limits.power else in_dram & ~kept
-            leave = idle[may_leave][: max(min(n, dirty_room), 0)]
-            if len(leave):
-                self.copies.leave_nvme(pool, leave)
-                n -= len(leave)
-            if n <= 0:
-                break
-        self._hand[pool.number] = hand
+        some = [slabs[(hand + i) % len(slabs)] for i in range(min(NVME_SCAN_SLABS, len(slabs)))]
+        self._hand[pool.number] = hand + len(some)
+        parts = [rows_at(nvme, nvme.slots_of(pool.nvme, slab)) for slab in some]
+        rows = np.concatenate([np.empty(0, np.int64), *parts])
+        idle = rows[(table.flags[rows] & F_BUSY) == 0]
+        kept, in_dram = table.kept(idle), table.dram[idle] != NONE
+        only_there = idle[~kept & ~in_dram]
+        if len(only_there):
+            n -= self._drop_cached(self._victims.last_on_nvme(pool, only_there, n))
+        dirty_room = pool.dram_capacity - pool.headroom - (pool.dram.used - pool.clean)
+        may_leave = in_dram if not world.limits.power else in_dram & ~kept
+        leave = idle[may_leave][: max(min(n, dirty_room), 0)]
+        if len(leave):
+            self.copies.leave_nvme(pool, leave)
+            n -= len(leave)
         if n > 0:
             self._empty_nvme_slab(pool)
 

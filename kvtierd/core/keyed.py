@@ -178,7 +178,11 @@ class Keyed:
 
     def _pinnable(self, pool: Pool, rows: Rows) -> Rows:
         """As many leading rows as may be kept beside what is held and promised already."""
-        while len(rows) and not pool.admits(len(rows) - self.world.kept(rows)):
+
+        def fits() -> bool:
+            return pool.tenant.keeps({pool.number: len(rows) - self.world.kept(rows)})
+
+        while len(rows) and not fits():
             rows = rows[: len(rows) // 2]
         return rows
 
@@ -200,7 +204,7 @@ class Keyed:
         held = session.holds.setdefault(pool.number, set())
         fresh = np.array([row for row in dict.fromkeys(rows.tolist()) if row not in held], np.int64)
         if len(fresh):
-            if not pool.admits(len(fresh)):
+            if not pool.tenant.keeps({pool.number: len(fresh)}):
                 raise SpillFull(f"{len(fresh)} more held blocks do not fit beside HELD ones")
             self.world.pin(pool, fresh)
             held.update(fresh.tolist())

@@ -11,7 +11,7 @@ or its own acknowledgement, frees what it could still be writing or reading.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_client.errors import InvalidArgument
-from kvtier_client.wire import Prefetch, Request, Reserve, ReserveKeys
+from kvtier_client.wire import Request
 from kvtierd.core.blocks import Places, Rows, Slots
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Member:
     uid: int
     alive: bool = True
     returned: bool = True  # False: of an earlier life, and it has not come back yet
+    listed: bool = True  # in the arena's client table, since it may hold leases
 
 
 @dataclass(slots=True, eq=False)
@@ -149,27 +150,6 @@ class Ticket:
     priority: int = 0
     asked: int = 0
     restored: int = 0  # blocks that were fetched from a slower tier for it
-
-
-class Lane(IntEnum):
-    """Requests that wait, in the order of their lanes; each waits only behind its own lane.
-
-    A reader never waits behind a writer, whose room may come from what the reader's client holds.
-    """
-
-    PROMISED = 0
-    READ = 1
-    WRITE = 2
-    PREFETCH = 3
-
-
-def lane_of(request: Request) -> Lane:
-    """The lane of a request that may wait."""
-    if isinstance(request, Reserve):
-        return Lane.PROMISED if request.draw else Lane.WRITE
-    if isinstance(request, ReserveKeys):
-        return Lane.WRITE
-    return Lane.PREFETCH if isinstance(request, Prefetch) else Lane.READ
 
 
 def owner_of(lease_id: int) -> int:

@@ -28,7 +28,7 @@ from kvtier_client.wire import (
     Ready,
     Release,
 )  # fmt: skip
-from kvtierd.core.actions import Send
+from kvtierd.core.actions import Hurry, Send
 from kvtierd.core.blocks import F_FILLING, F_LOST, NONE, Rows, span
 from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
@@ -152,6 +152,8 @@ class Reads:
         table, pool, rows = self.world.table, ticket.pool, ticket.rows
         at = span(rows)
         absent = table.dram[at] == NONE
+        if not ticket.prefetch:
+            self._hurry(ticket)
         if np.count_nonzero(absent):
             window = self._find_slots(ticket, absent)
             if not window:
@@ -165,6 +167,13 @@ class Reads:
             return True
         ticket.seqs = table.seq[rows]
         return False
+
+    def _hurry(self, ticket: Ticket) -> None:
+        """Blocks that were to be fetched ahead of need are needed."""
+        filling = (self.world.table.flags[span(ticket.rows)] & F_FILLING) != 0
+        if np.count_nonzero(filling):
+            client = ticket.peer.member.pid
+            self.world.actions.append(Hurry(ticket.pool, ticket.rows[filling], client))
 
     def _find_slots(self, ticket: Ticket, absent: NDArray[np.bool_]) -> int:
         """Start to fetch absent rows; returns how long the window is for which there are slots."""
@@ -189,7 +198,9 @@ class Reads:
             return window
         slots = arena.alloc(pool.dram, len(places), FILLING, NO_OWNER, 0)
         assert slots is not None, "available said that there is room"
-        self.copies.promote(pool, rows[places], slots, urgent=not ticket.prefetch)
+        self.copies.promote(
+            pool, rows[places], slots, urgent=not ticket.prefetch, client=ticket.peer.member.pid
+        )
         ticket.restored = len(places)
         return window
 
@@ -341,7 +352,10 @@ class Reads:
             self.end_prefetch(ticket, 0, 0)
         elif not self.advance(ticket):
             tenant = pool.tenant
-            (tenant.loading if ticket.loading else tenant.waiting).append(ticket)
+            if ticket.loading:
+                tenant.loading.append(ticket)
+            else:
+                tenant.waiting.append(ticket)
         return Done(req.id, world.boot, peer.acked, len(rows))
 
     def cancel(self, peer: Peer, req: Cancel) -> Done:

@@ -15,6 +15,7 @@ from kvtierd.core.blocks import F_DOOMED, NONE, Rows, Slots
 from kvtierd.core.leases import FIRST_RECOVERED_ID, Group, Kind, Lease, Member, owner_of
 from kvtierd.core.reads import Reads
 from kvtierd.core.slabs import (
+    CLEARING,
     FILLING,
     NO_OWNER,
     QUARANTINED,
@@ -54,7 +55,8 @@ class Reclaim:
     ) -> list[Member]:
         """Put back the groups whose processes live, and the leases that the words of slots show.
 
-        `busy`: slots that are WRITING, FILLING or QUARANTINED; `read`: READY ones with readers.
+        `busy`: slots that are WRITING, FILLING, QUARANTINED or CLEARING; `read`: READY ones that
+        have readers.
         Returns the members whose processes have to be watched."""
         self._groups(tenant, members)
         arena, table = tenant.arena, self.world.table
@@ -98,8 +100,9 @@ class Reclaim:
         words = arena.words[slots]
         states = (words & np.uint64(0xFF)).astype(np.int64)
         owners = ((words >> np.uint64(16)) & np.uint64(0xFFFF)).astype(np.int64)
-        alive = np.isin(owners, np.array(sorted(tenant.members), np.int64)) & (states != FILLING)
-        for state in (WRITING, FILLING, QUARANTINED):
+        alive = np.isin(owners, np.array(sorted(tenant.members), np.int64))
+        alive &= (states == WRITING) | (states == QUARANTINED)
+        for state in (WRITING, FILLING, QUARANTINED, CLEARING):
             gone = slots[(states == state) & ~alive]
             if len(gone):
                 arena.free(pool.dram, gone, state)

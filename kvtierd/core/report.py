@@ -1,17 +1,21 @@
 """What operators may see of the state: plain values, built only when somebody asks."""
 
+from typing import Any
+
 import numpy as np
 
 from kvtier_client.errors import UnknownSession
 from kvtier_client.wire import NO_NODE
 from kvtierd.core.blocks import F_LOST, NONE, Rows
+from kvtierd.core.leases import owner_of
 from kvtierd.core.slabs import QUARANTINED, READY, WRITING
 from kvtierd.core.tenant import Tenant
 from kvtierd.core.tree import Node, Session
 from kvtierd.core.world import World
+from kvtierd.fair import Flow
 
 
-def tenants(world: World) -> dict[str, object]:
+def tenants(world: World) -> dict[str, dict[str, object]]:
     """Gauges of every tenant."""
     return {tenant.name: _tenant(world, tenant) for tenant in world.tenants.values()}
 
@@ -46,6 +50,27 @@ def _tenant(world: World, tenant: Tenant) -> dict[str, object]:
         "promised_blocks": sum(pool.promised for pool in pools),
         "waiting": len(tenant.waiting) + len(tenant.loading),
     }
+
+
+def clients(world: World) -> dict[Flow, dict[str, Any]]:
+    """One entry per client process that has a connection, by tenant's number and pid."""
+    found: dict[Flow, dict[str, Any]] = {}
+    for tenant in world.tenants.values():
+        waiting = [ticket.peer for ticket in (*tenant.waiting, *tenant.loading)]
+        owners = [owner_of(lease) for lease in tenant.leases]
+        for member in tenant.members.values():
+            peers = [peer for peer in member.group.peers if peer.member is member]
+            if not peers:
+                continue
+            entry = found.setdefault((tenant.number, member.pid), {
+                "tenant": tenant.name, "pid": member.pid, "uid": member.uid, "connections": 0,
+                "leases": 0, "sessions": 0, "waiting": 0,
+            })  # fmt: skip
+            entry["connections"] += len(peers)
+            entry["leases"] += owners.count(member.index)
+            entry["sessions"] = max(entry["sessions"], len(member.group.sessions))
+            entry["waiting"] += sum(waiting.count(peer) for peer in peers)
+    return found
 
 
 def nvme_used_bytes(world: World, files: int, slabs_per_file: int) -> list[int]:

@@ -395,7 +395,7 @@ class Sessions:
                 pool.number: int(np.count_nonzero((table.flags[mine] & F_HELD) == 0))
                 for pool, mine in world.by_pool(rows)
             }
-            if any(extra.values()) and not session.tenant.admits(extra):
+            if any(extra.values()) and not session.tenant.keeps(extra):
                 raise SpillFull(
                     f"{sum(extra.values())} more HELD blocks do not fit; nothing changed"
                 )

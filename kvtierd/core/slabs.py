@@ -8,6 +8,10 @@
 A payload is cut into slabs; a slab in use belongs to one SlabPool (one layout of one tenant) and
 is cut into its slots. Slot number = slab * max_slots + place. The word of a slot is the truth
 about its state; counters follow it and `recount` checks them.
+
+An empty slab may go to whatever pool needs it, but for one: a pool that is `wanted` (it has blocks
+that may not be dropped) keeps its last slab, or is kept one where it has none. So other pools' HELD
+blocks can never fill an arena in which its own blocks, then all on NVMe, must be readable.
 """
 
 import itertools
@@ -49,6 +53,10 @@ def ready_words(seqs: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words
 
 
+def _no_blocks() -> bool:
+    return False
+
+
 class SlabPool:
     """The slabs of one layout of one tenant in one tier."""
 
@@ -62,6 +70,7 @@ class SlabPool:
         self.draining: set[int] = set()  # slabs being emptied for another pool
         self.counts = [0] * STATES  # slots by state
         self.next_slot = 0  # where the short path looks first
+        self.wanted: Callable[[], bool] = _no_blocks  # whether it must always have a slab
 
     @property
     def total(self) -> int:
@@ -98,6 +107,7 @@ class Slabs:
         self.free_slabs = list(range(slabs - 1, -1, -1))
         self.pool_of: list[SlabPool | None] = [None] * slabs
         self._empty = 0  # empty slabs of all pools
+        self._parked: dict[SlabPool, None] = {}  # pools that have had slots in use, and have none
         self.epoch = 0  # counts whatever may have left a pool less room than it had
         self._on_assign = on_assign
 
@@ -118,15 +128,23 @@ class Slabs:
             if counts[FREE] == pool.slots_per_slab:
                 pool.empty[slab] = None
                 self._empty += 1
+        if len(pool.empty) == len(pool.free):
+            self._parked[pool] = None
+        self.epoch += 1
 
     @property
     def unused_slabs(self) -> int:
-        """Slabs without a used slot: unassigned ones and empty ones of every pool."""
-        return len(self.free_slabs) + self._empty
+        """Slabs without a used slot that no pool in particular is kept."""
+        return len(self.free_slabs) + self._empty - self._kept(None)
+
+    def _kept(self, pool: SlabPool | None) -> int:
+        """Slabs that other pools than this one are kept."""
+        return sum(1 for each in self._parked if each is not pool and each.wanted())
 
     def spare_slabs(self, pool: SlabPool) -> int:
         """Slabs that the pool could still take: unassigned ones and empty ones of other pools."""
-        return len(self.free_slabs) + self._empty - len(pool.empty)
+        spare = len(self.free_slabs) + self._empty - len(pool.empty)
+        return max(spare - self._kept(pool), 0) if self._parked else spare
 
     def available(self, pool: SlabPool) -> int:
         """Slots that `alloc` can give the pool now."""
@@ -211,6 +229,7 @@ class Slabs:
         if slab in pool.empty:
             del pool.empty[slab]
             self._empty -= 1
+            self._parked.pop(pool, None)
             self.epoch += 1
         left = pool.free[slab] - n
         pool.free[slab] = left
@@ -235,7 +254,9 @@ class Slabs:
 
     def _empty_of_others(self, pool: SlabPool) -> Iterator[tuple[SlabPool, int]]:
         for slab, other in enumerate(self.pool_of):
-            if other is not None and other is not pool and slab in other.empty:
+            if other is None or other is pool or slab not in other.empty:
+                continue
+            if len(other.free) > 1 or not other.wanted():
                 yield other, slab
 
     def _unassign(self, pool: SlabPool, slab: int) -> None:
@@ -292,6 +313,8 @@ class Slabs:
         if free == pool.slots_per_slab:
             pool.empty[slab] = None
             self._empty += 1
+            if len(pool.empty) == len(pool.free):
+                self._parked[pool] = None
 
     def drain(self, pool: SlabPool, slab: int) -> None:
         """Allocate no more from a slab; it goes to all pools once it is empty."""

@@ -6,8 +6,6 @@ into replies, and queues requests that must wait. After each event the caller ca
 whose subject it is, and a line in `_verbs`.
 """
 
-import hashlib
-import hmac
 from collections.abc import Callable
 from typing import Any
 
@@ -20,28 +18,25 @@ from kvtier_client.errors import (
     InvalidArgument,
     KvtierError,
     LeaseExpired,
-    NotOwner,
     QuotaExceeded,
 )  # fmt: skip
-from kvtierd.core.actions import Action, ForgetSession, Note, RecordMember, Send
+from kvtierd.core.actions import Action, ForgetSession, Note, Send
 from kvtierd.core.commits import Commits
 from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
+from kvtierd.core.groups import Groups
 from kvtierd.core.keyed import Keyed
 from kvtierd.core.leases import (
-    MEMBERS_MAX,
-    Group,
     Kind,
-    Lane,
     Lease,
     Member,
     Peer,
     Ticket,
-    lane_of,
     pack_u32,
 )  # fmt: skip
 from kvtierd.core.reads import Reads
 from kvtierd.core.reclaim import Reclaim
+from kvtierd.core.scrub import Scrub
 from kvtierd.core.sessions import Sessions
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.tree import session_of
@@ -51,8 +46,12 @@ from kvtierd.core.writes import Writes
 
 ERROR_TEXT_MAX = 1000
 """Characters of an error's message on the wire."""
-GROUP_LINGER_S = 30.0
-"""How long a group without connections or leases is remembered for repeats."""
+MAKES_ROOM = frozenset({
+    wire.CloseSession, wire.Prune, wire.SetRetention, wire.Commit, wire.CommitKeys, wire.Abort,
+    wire.Release, wire.Cancel, wire.Unhold, wire.Remove,
+})  # fmt: skip
+"""Requests after which those that wait are tried again; else they are when a move ends, and at
+every tick."""
 
 
 class State:
@@ -67,6 +66,8 @@ class State:
         self.keyed = Keyed(world, self.copies, self.writes, self.commits)
         self.reads = Reads(world, self.copies, self.evictor, self.writes, self.keyed)
         self.reclaim = Reclaim(world, self.writes, self.reads)
+        self.groups = Groups(world, self.reads, self.reclaim)
+        self.scrub = Scrub(world, self.copies)
         self.sessions = Sessions(world, self.copies, self.writes, self.reads)
         self._next_reap_s = 0.0
         self.unclaimed: dict[tuple[int, bytes], Callable[[Pool], None]] = {}
@@ -123,9 +124,10 @@ class State:
                 world.actions.append(
                     Send(peer, wire.Failed(req.id, world.boot, peer.acked, error.code, str(error)))
                 )
-        tenant = peer.group.tenant
-        if tenant.waiting or tenant.loading:
-            self.pump(tenant)
+        if type(req) in MAKES_ROOM:
+            tenant = peer.group.tenant
+            if tenant.waiting or tenant.loading:
+                self.pump(tenant)
         if oneway:
             peer.acked = max(peer.acked, oneway)
             return None
@@ -179,95 +181,19 @@ class State:
     ) -> tuple[Peer, list[int]]:  # fmt: skip
         """Let a connection in; returns its peer and which of its leases have ended."""
         self.world.now_s = now_s
-        if len(req.group) != 16 or not 16 <= len(req.secret) <= 64:
-            raise InvalidArgument("a group id has 16 bytes and its secret 16..64")
-        secret_hash = hashlib.sha256(b"kvtierd-group" + req.secret).digest()[:16]
-        group = tenant.groups.get(req.group)
-        if group is None:
-            if len(tenant.groups) >= self.world.limits.groups:
-                self._forget_idlest(tenant)
-            if len(tenant.groups) >= self.world.limits.groups:
-                raise QuotaExceeded(f"{len(tenant.groups)} client groups (limits.groups)")
-            group = Group(req.group, secret_hash, tenant)
-            tenant.groups[req.group] = group
-        elif not hmac.compare_digest(group.secret_hash, secret_hash):
-            raise NotOwner("the group exists and has another secret")
-        member = self._member(group, req.member, uid, pid, start_time)
-        peer = Peer(conn, group, member, self.world.boot)
-        group.peers.add(peer)
-        return peer, self.reclaim.returned(group, member, req.leases)
-
-    def _member(self, group: Group, index: int, uid: int, pid: int, start_time: int) -> Member:
-        tenant = group.tenant
-        for member in group.members:
-            if member.index == index:
-                if (member.pid, member.start_time) != (pid, start_time):
-                    raise NotOwner(f"member {index} of this group is another process")
-                return member
-        free = next((i for i in range(MEMBERS_MAX) if i not in tenant.members), None)
-        if free is None:
-            raise QuotaExceeded(f"tenant {tenant.name} has {MEMBERS_MAX} client processes")
-        member = Member(free, group, pid, start_time, uid)
-        tenant.members[free] = member
-        group.members.append(member)
-        self.world.actions.append(RecordMember(tenant, member))
-        return member
+        return self.groups.hello(conn, tenant, uid, pid, start_time, req)
 
     def closed(self, peer: Peer, now_s: float) -> None:
         """A connection closed; its process may still live, and its leases with it."""
         self.world.now_s = now_s
-        self._close(peer)
+        self.groups.close(peer)
         self.pump(peer.group.tenant)
-
-    def _close(self, peer: Peer) -> None:
-        """Nothing is answered or granted any more on a connection."""
-        peer.open = False
-        group = peer.group
-        group.peers.discard(peer)
-        group.idle_since_s = self.world.now_s
-        tenant = group.tenant
-        for queue in (tenant.waiting, tenant.loading):
-            for ticket in [t for t in queue if t.peer is peer]:
-                queue.remove(ticket)
-                self.reads.cancel_ticket(ticket)
-        peer.tickets.clear()
 
     def process_died(self, member: Member, now_s: float) -> None:
         """A client process is dead; with the last of a group, its leases end."""
         self.world.now_s = now_s
-        member.alive = False
-        group = member.group
-        for peer in [p for p in group.peers if p.member is member]:
-            self._close(peer)  # its last requests may come after the news of its death
-        if group.alive:
-            # Its leases are the group's, which may use them; so its record stays for a restart.
-            self.reclaim.end_unclaimed(group, member, set())
-        else:
-            self._forget_group(group)
-        self.pump(group.tenant)
-
-    def _forget_idlest(self, tenant: Tenant) -> None:
-        """Make room for a group: the one that has been without connection and lease longest."""
-        idle = [g for g in tenant.groups.values() if not g.peers and not g.leases and g.returned]
-        if idle:
-            self._forget_group(min(idle, key=lambda group: group.idle_since_s))
-
-    def _forget_group(self, group: Group) -> None:
-        tenant = group.tenant
-        for lease in list(group.leases.values()):
-            self.reclaim.end(lease)
-        for sid in group.sessions:
-            session = tenant.sessions[sid]
-            session.groups.discard(group)
-            session.idle_since_s = self.world.now_s
-        group.sessions.clear()
-        for member in group.members:
-            member.alive = False
-            if tenant.members.get(member.index) is member:
-                del tenant.members[member.index]
-                self.world.actions.append(RecordMember(tenant, member))
-        if tenant.groups.get(group.id) is group:
-            del tenant.groups[group.id]
+        self.groups.process_died(member)
+        self.pump(member.group.tenant)
 
     # --------------------------------------------------------- completions
 
@@ -284,6 +210,13 @@ class State:
     def cleared(self, batch: int, now_s: float) -> None:
         """A `Clear` has ended."""
         self._ended(batch, now_s, lambda: self.copies.cleared(batch))
+
+    def verified(self, status: NDArray[np.uint8], now_s: float) -> None:
+        """A `Verify` has ended."""
+        self.world.now_s = now_s
+        tenant = self.scrub.verified(status).tenant
+        self.pump(tenant)
+        self.balance(tenant)
 
     def _ended(self, batch: int, now_s: float, settle: Callable[[], None]) -> None:
         self.world.now_s = now_s
@@ -309,13 +242,17 @@ class State:
         tenant = ticket.pool.tenant
         if ticket.loading:
             tenant.loading.append(ticket)
-        elif len(tenant.waiting) >= self.world.limits.waiting_per_tenant:
-            raise QuotaExceeded(f"{len(tenant.waiting)} requests of the tenant wait already")
-        else:
-            tenant.waiting.append(ticket)
+            return
+        own = tenant.waiting.of_group(ticket.peer)
+        if own >= self.world.limits.waiting_per_tenant - len(tenant.waiting):
+            # Some room always stays for a group that has none.
+            raise QuotaExceeded(
+                f"{len(tenant.waiting)} requests of the tenant wait already, {own} of this group"
+            )
+        tenant.waiting.append(ticket)
 
     def pump(self, tenant: Tenant) -> None:
-        """Go on with what waits: demand before prefetch, each pool in order of arrival."""
+        """Go on with what waits: demand before prefetch, in each pool the groups in turns."""
         for ticket in list(tenant.loading):
             result = self.reads.finish_loading(ticket)
             if result is not None:
@@ -323,25 +260,28 @@ class State:
                 self._answer(ticket, result)
             elif ticket.prefetch and ticket.ended:
                 tenant.loading.remove(ticket)
-        blocked: set[tuple[int, Lane]] = set()
-        waiting = sorted(tenant.waiting, key=lambda t: (lane_of(t.request), -t.priority))
-        for ticket in waiting:
-            lane = ticket.pool.number, lane_of(ticket.request)
-            if lane in blocked:
-                continue
-            try:
-                result = self._advance(ticket)
-            except KvtierError as error:
-                result = error
-            if result is not None:
-                tenant.waiting.remove(ticket)
-                self._answer(ticket, result)
-            elif ticket.loading:
-                tenant.waiting.remove(ticket)
-                if not ticket.ended:
-                    tenant.loading.append(ticket)
-            else:
-                blocked.add(lane)
+        blocked: set[tuple[int, int]] = set()
+        for line in tenant.waiting.lines():
+            lane, _, pool = line
+            while (lane, pool) not in blocked and (head := tenant.waiting.first(line)):
+                if not self._go_on(head):
+                    blocked.add((lane, pool))
+
+    def _go_on(self, ticket: Ticket) -> bool:
+        """Try the first of a line; whether it waits for room no longer."""
+        tenant = ticket.pool.tenant
+        try:
+            result = self._advance(ticket)
+        except KvtierError as error:
+            result = error
+        if result is None and not ticket.loading:
+            return False
+        tenant.waiting.remove(ticket)
+        if result is not None:
+            self._answer(ticket, result)
+        elif not ticket.ended:
+            tenant.loading.append(ticket)
+        return True
 
     def _advance(self, ticket: Ticket) -> wire.Granted | KvtierError | None:
         req = ticket.request
@@ -386,13 +326,11 @@ class State:
                     self._overdue(ticket)
             for lease in [x for x in tenant.leases.values() if x.deadline_s <= now_s]:
                 self._expire(lease)
-            for group in list(tenant.groups.values()):
-                idle = not group.peers and not group.leases and group.returned
-                if idle and now_s - group.idle_since_s > GROUP_LINGER_S:
-                    self._forget_group(group)
+            self.groups.tidy(tenant)
             self.evictor.end_stuck_drains(tenant)
             self.pump(tenant)
             self.balance(tenant)
+        self.scrub.tick()
         if now_s >= self._next_reap_s:
             self._next_reap_s = now_s + 1.0
             self._reap_orphans()

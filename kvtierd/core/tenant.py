@@ -3,6 +3,9 @@
 Admission is one inequality per pool: HELD blocks + slots being written + quarantined slots +
 promises must fit the pool's share of both tiers, less the exchange headroom. It does not depend on
 where blocks are now, so that eviction can always make it true.
+
+A pool with HELD blocks always has a DRAM slab, or is kept one (`SlabPool.wanted`): whatever other
+layouts store, its blocks can be brought to DRAM one after the other.
 """
 
 import math
@@ -12,6 +15,7 @@ from kvtier_client.wire import Layout
 from kvtierd.core.leases import Group, Lease, Member, Ticket
 from kvtierd.core.slabs import QUARANTINED, WRITING, SlabPool, Slabs
 from kvtierd.core.tree import Session
+from kvtierd.core.waiting import Waiting
 
 SLOT_ALIGN: Final = 4096
 SLACK_MAX: Final = 512
@@ -37,6 +41,16 @@ class Pool:
         self.moving = 0  # rows being demoted: their DRAM slots will be free
         self._slack = 0  # slots that can be granted without looking again, in `_epoch`
         self._epoch = -1
+        dram.wanted = self._has_kept
+
+    def _has_kept(self) -> bool:
+        """Whether it has blocks that may not be dropped: they must always find a way to DRAM."""
+        return self.held > 0
+
+    @property
+    def anchored(self) -> bool:
+        """Whether blocks of it that are on NVMe only may be kept: it has, or gets, a DRAM slab."""
+        return bool(self.dram.free) or self.tenant.arena.spare_slabs(self.dram) > 0
 
     @property
     def dram_capacity(self) -> int:
@@ -111,7 +125,7 @@ class Tenant:
         self.groups: dict[bytes, Group] = {}
         self.members: dict[int, Member] = {}
         self.leases: dict[int, Lease] = {}
-        self.waiting: list[Ticket] = []
+        self.waiting = Waiting()
         self.loading: list[Ticket] = []
         self.pressure = False
         self.calm_bytes = 0  # bytes that may be allocated before watermarks matter, in `calm_epoch`
@@ -135,6 +149,8 @@ class Tenant:
         for pool in self.pools.values():
             demand = pool.demand + extra.get(pool.number, 0)
             have = pool.dram.occupied_total + pool.nvme.occupied_total - pool.headroom
+            if pool.held and not pool.dram.occupied_total:
+                have += pool.dram.slots_per_slab  # of the slab that it is kept
             short = demand - have
             if not demand or short <= 0:
                 continue
@@ -144,6 +160,11 @@ class Tenant:
             if short > 0:
                 dram_slabs -= math.ceil(short / pool.dram.slots_per_slab)
         return dram_slabs >= 0
+
+    def keeps(self, extra: dict[int, int]) -> bool:
+        """Whether so many stored blocks more, wherever they are, may be kept from now on."""
+        pools = [pool for pool in self.pools.values() if extra.get(pool.number)]
+        return all(pool.anchored for pool in pools) and self.admits(extra)
 
     def arena_bytes(self) -> int:
         """Bytes of the whole arena."""

@@ -2,7 +2,15 @@
 
 import numpy as np
 
-from kvtierd.core.blocks import F_DOOMED, F_FILLING, F_HELD, F_MOVING, NONE, Rows
+from kvtierd.core.blocks import (
+    F_DOOMED,
+    F_FILLING,
+    F_HELD,
+    F_MOVING,
+    F_VERIFYING,
+    NONE,
+    Rows,
+)
 from kvtierd.core.leases import Kind
 from kvtierd.core.slabs import QUARANTINED, WRITING, SlabPool, Slabs
 from kvtierd.core.tenant import Pool, Tenant
@@ -17,6 +25,7 @@ def validate(world: World) -> None:
     _check_batches(world, used)
     for tenant in world.tenants.values():
         _check_waiting(tenant)
+        assert tenant.arena.unused_slabs >= 0, "HELD blocks of a layout have no way to DRAM"
     for pool in world.pools:
         rows = used[world.table.pool[used] == pool.number]
         _check_tier(pool.tenant.arena, pool.dram, world.table.dram, rows)
@@ -86,6 +95,9 @@ def _check_batches(world: World, used: Rows) -> None:
     rows = np.sort(np.concatenate([np.empty(0, np.int64), *moving]))
     busy = used[(table.flags[used] & (F_MOVING | F_FILLING)) != 0]
     assert np.array_equal(rows, busy), "a batch and the flags of its rows differ"
+    verifying = np.empty(0, np.int64) if world.verifying is None else world.verifying.rows
+    flagged = used[(table.flags[used] & F_VERIFYING) != 0]
+    assert np.array_equal(np.sort(verifying), flagged), "the scrub and the flags differ"
     for pool in world.pools:
         mine = busy[table.pool[busy] == pool.number]
         assert pool.moving == int(np.count_nonzero(table.flags[mine] & F_MOVING))

@@ -1,8 +1,9 @@
-"""Who leaves DRAM first.
+"""Who leaves first: DRAM, and NVMe when that is full.
 
-Order: CACHED with an NVMe copy (free) < CACHED < HELD with an NVMe copy (free) < HELD by priority;
-within HELD by the tokens of the branch (long decodes have more to lose), then least recently used,
-then the tail of a prefix before its head. To change the order, change `_keys`.
+Order in DRAM: CACHED with an NVMe copy (free) < CACHED < HELD with an NVMe copy (free) < HELD by
+priority; within HELD by the tokens of the branch (long decodes have more to lose), then least
+recently used, then the tail of a prefix before its head. To change the order, change `_keys`. Of
+NVMe only CACHED blocks are dropped, in the same order, so that no tails stay whose heads are gone.
 
 A scan looks at every block in DRAM. Where there are many, it keeps the first sixteenth of them, and
 the next requests take theirs from there, as long as they are what they were.
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvtierd.core.blocks import (
     F_BUSY,
+    F_VERIFYING,
     NONE,
     U_BUSY,
     U_KEPT,
@@ -25,6 +27,7 @@ from kvtierd.core.blocks import (
 )  # fmt: skip
 from kvtierd.core.slabs import READY, Slabs
 from kvtierd.core.tenant import Pool
+from kvtierd.core.tree import Node, subtree
 from kvtierd.core.world import World
 
 SCAN_ROWS: Final = 4096
@@ -36,6 +39,8 @@ KEEP_S: Final = 1.0
 
 _CACHED_CLEAN, _CACHED, _HELD_CLEAN, _HELD = range(4)
 _UNFIT: Final = U_BUSY | np.uint64(F_BUSY)
+_UNFIT_CLEAN: Final = _UNFIT & ~np.uint64(F_VERIFYING)
+"""A clean block only leaves DRAM; the NVMe copy that is being verified stays."""
 
 
 @dataclass(slots=True)
@@ -108,13 +113,36 @@ class Victims:
         parts = [rows_at(arena, arena.slots_of(pool.dram)) for pool in pools]
         rows = np.concatenate(parts)
         at = span(rows)
-        rows = rows[((table.use[at] & _UNFIT) == 0) & ((table.nvme[at] != NONE) == clean)]
+        unfit = _UNFIT_CLEAN if clean else _UNFIT
+        rows = rows[((table.use[at] & unfit) == 0) & ((table.nvme[at] != NONE) == clean)]
         keys = self._keys(rows, clean)
         if len(rows) > n:
             chosen = np.argpartition(keys, n - 1)[:n]
             rows, keys = rows[chosen], keys[chosen]
         victims: Rows = rows[np.argsort(keys, kind="stable")]
         return victims
+
+    def last_on_nvme(self, pool: Pool, rows: Rows, n: int) -> Rows:
+        """`n` blocks to drop from NVMe because of `rows`, which are CACHED and only there.
+
+        Branches go in the order of their last use, each from its end, wherever that lies."""
+        chosen = rows[np.argsort(self._keys(rows, clean=True), kind="stable")[:n]]
+        nodes = self.world.table.node[chosen]
+        drop: Rows = chosen[nodes == NONE]
+        for index, count in zip(*np.unique(nodes[nodes != NONE], return_counts=True), strict=True):
+            ends = self._ends(pool, self.world.nodes[int(index)])
+            drop = np.concatenate([drop, ends[~np.isin(ends, drop)][:count]])
+        return drop
+
+    def _ends(self, pool: Pool, node: Node) -> Rows:
+        """CACHED blocks of a node and below it that are on NVMe only, the last ones first."""
+        table, part = self.world.table, node.session.part_of(pool)
+        rows = np.concatenate([each.runs[part].rows[::-1] for each in reversed(subtree(node))])
+        rows = rows[rows != NONE]
+        fit = (table.use[rows] & (_UNFIT | U_KEPT)) == 0
+        fit &= (table.dram[rows] == NONE) & (table.nvme[rows] != NONE)
+        ends: Rows = rows[fit]
+        return ends
 
     def _keys(self, rows: Rows, clean: bool) -> NDArray[np.uint64]:
         """Sort keys: class and priority, branch length, last use, place from the end."""

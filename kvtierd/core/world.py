@@ -1,5 +1,6 @@
 """The tables and counters that all parts of the core work on, and the actions it asks for."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -48,6 +49,9 @@ class CoreLimits:
     orphan_ttl_s: float
     power: bool
     end_to_end: bool
+    scrub_rate_bytes: int = 32 << 20
+    """Per second."""
+    scrub_interval_s: float = math.inf
 
 
 COUNTERS = (
@@ -55,7 +59,8 @@ COUNTERS = (
     "spilled_bytes", "restored_blocks", "restored_bytes", "evicted_clean_blocks",
     "dropped_cached_blocks", "lost_blocks", "checksum_mismatches", "io_errors", "expired_leases",
     "refused_reserves", "duplicate_blocks", "pruned_blocks", "closed_sessions", "reaped_orphans",
-    "cancelled_prefetch_blocks", "read_ahead_blocks",
+    "cancelled_prefetch_blocks", "read_ahead_blocks", "scrubbed_blocks", "scrubbed_bytes",
+    "scrub_bad_blocks", "scrub_passes",
 )  # fmt: skip
 
 
@@ -118,6 +123,7 @@ class World:
     salt: int
     generation: int
     now_s: float = 0.0
+    nvme_stuck: bool = False  # moves do not end: nobody should wait for them
     table: BlockTable = field(default_factory=BlockTable)
     node_table: NodeTable = field(default_factory=NodeTable)
     tenants: dict[str, Tenant] = field(default_factory=dict)
@@ -125,6 +131,7 @@ class World:
     nodes: dict[int, Node] = field(default_factory=dict)
     actions: list[Action] = field(default_factory=list)
     batches: dict[int, Batch] = field(default_factory=dict)
+    verifying: Batch | None = None  # blocks that the scrub has in hand
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     seq: int = 0
     doomed: int = 0  # rows that nobody names any more and somebody still reads or moves

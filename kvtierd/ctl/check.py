@@ -17,6 +17,7 @@ from kvtierd.catalog.store import FILE_NAME, Catalog
 from kvtierd.ctl.check_names import NamesCheck, NamesReport
 from kvtierd.ctl.check_spill import SpillCheck, SpillReport, open_existing
 from kvtierd.tiers.locks import LockedDirectory
+from kvtierd.tiers.master_key import MasterKey
 from kvtierd.tiers.spill_files import HEADERS_NAME
 
 PROBLEMS_MAX: Final = 1000
@@ -104,6 +105,14 @@ class _Check:
             counts.blobs += len(session.blob_versions)
             counts.holds += len(session.holds)
 
+    def note_locked(self, spill: SpillReport) -> None:
+        """Say what could not be verified."""
+        if spill.payloads_locked:
+            self.notes.append(
+                f"{spill.path}: {spill.payloads_locked} encrypted blocks were not verified: their "
+                "key was not given (--config FILE with spill.encryption.key)"
+            )
+
     def judge(self, spill: SpillReport, generation: int) -> None:
         """Say what a start would warn of."""
         if spill.slabs and spill.generation not in (generation, generation + 1):
@@ -113,8 +122,15 @@ class _Check:
             )
 
 
-def check_files(state_dir: str, spill_paths: Sequence[str], read_payloads: bool) -> CheckReport:
+def check_files(
+    state_dir: str,
+    spill_paths: Sequence[str],
+    read_payloads: bool,
+    masters: Sequence[MasterKey] = (),
+) -> CheckReport:
     """Check a stopped daemon's files; damage is in the report.
+
+    `masters` decrypt what is encrypted; without the right ones it is counted as locked.
 
     Errors: `StartError` when a daemon runs on them or they are not ours; `InvalidArgument` when
     there is nothing to check.
@@ -145,12 +161,13 @@ def check_files(state_dir: str, spill_paths: Sequence[str], read_payloads: bool)
         names = NamesCheck(snapshot)
         spill: list[SpillReport] = []
         for index, (path, directory) in enumerate(zip(spill_paths, directories, strict=True)):
-            one = SpillCheck(path, check.problem, read_payloads)
+            one = SpillCheck(path, check.problem, read_payloads, masters)
             spill.append(one.report)
             if directory is not None:
                 one.run(directory, instance, index, names.see)
             elif generation:
                 check.problem(f"{path}: the spill directory is missing; its blocks are lost")
+            check.note_locked(one.report)
             if snapshot:
                 check.judge(one.report, generation)
     if names.report.orphan_blocks:

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -11,9 +11,11 @@ import xxhash
 
 from kvtierd.core.slabs import FREE
 from kvtierd.tiers import bodies as b
+from kvtierd.tiers.cipher import TAG_BYTES, FileCipher
 from kvtierd.tiers.errors import FormatError
-from kvtierd.tiers.headers import HeaderFile, open_headers
+from kvtierd.tiers.headers import HeaderFile, SpillHeaders, open_headers
 from kvtierd.tiers.locks import LockedDirectory, lock_directory
+from kvtierd.tiers.master_key import MasterKey
 from kvtierd.tiers.records import SlabTable
 from kvtierd.tiers.scan import Scan, scan_parts, word_states
 from kvtierd.tiers.spill_files import HEADERS_NAME, PAYLOAD_NAME
@@ -30,6 +32,7 @@ class SpillReport(msgspec.Struct):
 
     Units: `total_bytes` = `used_bytes` (slots with a block, or not yet clear) + `free_bytes` (free
     slots and free slabs) + `slack_bytes` (what is left over when slabs are cut into slots).
+    `payloads_locked` are encrypted and could not be verified without their master key.
     """
 
     path: str
@@ -46,7 +49,9 @@ class SpillReport(msgspec.Struct):
     free_slots: int = 0
     busy_slots: int = 0
     damaged_slots: int = 0
+    encrypted_blocks: int = 0
     payloads_verified: int = 0
+    payloads_locked: int = 0
     payloads_lost: int = 0
 
 
@@ -63,10 +68,17 @@ def open_existing(path: str) -> LockedDirectory | None:
 class SpillCheck:
     """Checks one directory; `problems` collects what is damaged."""
 
-    def __init__(self, path: str, problem: Callable[[str], None], read_payloads: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        problem: Callable[[str], None],
+        read_payloads: bool,
+        masters: Sequence[MasterKey],
+    ) -> None:
         self.report = SpillReport(path)
         self._problem = problem
         self._read_payloads = read_payloads
+        self._masters = masters
 
     def run(
         self, directory: LockedDirectory, instance: bytes | None, index: int, see: Visit
@@ -85,12 +97,13 @@ class SpillCheck:
             os.close(fd)
             self._problem(str(error))
             return
+        assert isinstance(headers, SpillHeaders)
         try:
             self._check(directory, headers, see)
         finally:
             headers.close()
 
-    def _check(self, directory: LockedDirectory, headers: HeaderFile, see: Visit) -> None:
+    def _check(self, directory: LockedDirectory, headers: SpillHeaders, see: Visit) -> None:
         report, geometry = self.report, headers.geometry
         table = headers.slab_table()
         report.generation = headers.superblock.generation
@@ -99,7 +112,8 @@ class SpillCheck:
         report.slabs_damaged = int(table.damaged.sum())
         for slab in np.flatnonzero(table.damaged):
             self._problem(f"{directory.path}: directory entry of slab {slab} is unreadable")
-        with _Payload(directory, self._read_payloads) as payload:
+        cipher = FileCipher(headers, self._masters)
+        with _Payload(directory, self._read_payloads, cipher) as payload:
             if payload.size_bytes != geometry.payload_bytes and report.slabs_used:
                 found = f"has {payload.size_bytes} bytes" if payload.fd >= 0 else "is missing"
                 self._problem(
@@ -107,8 +121,12 @@ class SpillCheck:
                 )
             for part in scan_parts(headers, table):
                 self._count(directory, table, headers, part)
+                cipher.reveal(part.bodies)
                 self._verify(directory, payload, table, headers, part)
                 see(part.bodies)
+        lost_keys = cipher.used - cipher.keys.keys() - cipher.locked
+        for number in sorted(lost_keys):
+            self._problem(f"{directory.path}: data key {number} is damaged; its blocks are lost")
         self._account(directory, headers, table)
 
     def _count(
@@ -136,15 +154,19 @@ class SpillCheck:
         offsets = slabs * headers.geometry.slab_bytes
         offsets += places * table.columns["slot_bytes"][slabs].astype(np.int64)
         lengths = (part.bodies[:, b.W_VALID_LENGTH] >> _32).astype(np.int64)
-        sums = part.bodies[:, b.W_PAYLOAD_SUM]
+        self.report.encrypted_blocks += int(
+            (b.checksum_kinds(part.bodies) == b.CHECKSUM_AES_GCM).sum()
+        )
         if not self._read_payloads:
             missing = offsets + lengths > payload.size_bytes
             self.report.payloads_lost += int(missing.sum())
             return
-        for slot, offset, length, checksum in zip(
-            part.slots.tolist(), offsets.tolist(), lengths.tolist(), sums.tolist(), strict=True
-        ):
-            obstacle = payload.obstacle(offset, length, checksum)
+        locked = payload.cipher.locked_blocks(part.bodies)
+        self.report.payloads_locked += int(locked.sum())
+        for index in np.flatnonzero(~locked).tolist():
+            slot, offset, length = int(part.slots[index]), int(offsets[index]), int(lengths[index])
+            body = part.bodies[index]
+            obstacle = payload.obstacle(offset, length, body)
             if obstacle:
                 self.report.payloads_lost += 1
                 self._problem(f"{directory.path}: slot {slot}: {obstacle}")
@@ -177,10 +199,11 @@ class SpillCheck:
 class _Payload:
     """The payload of a directory, read block by block; `with` closes it."""
 
-    def __init__(self, directory: LockedDirectory, sequential: bool) -> None:
+    def __init__(self, directory: LockedDirectory, sequential: bool, cipher: FileCipher) -> None:
         self.fd = -1
         self.size_bytes = 0
-        self._buffer = bytearray()
+        self.cipher = cipher
+        self._buffer = self._plain = bytearray()
         if directory.exists(PAYLOAD_NAME):
             self.fd = directory.open_file(PAYLOAD_NAME, os.O_RDONLY)
             found = os.fstat(self.fd)
@@ -196,12 +219,15 @@ class _Payload:
         if self.fd >= 0:
             os.close(self.fd)
 
-    def obstacle(self, offset: int, length: int, checksum: int) -> str:
-        """Why a block cannot be given back; empty when its bytes are those that were stored."""
+    def obstacle(self, offset: int, length: int, body: b.Bodies) -> str:
+        """Why a block cannot be given back; empty when its bytes are those that were stored.
+
+        `body` has the real checksum. Shapes: [16].
+        """
         if offset + length > self.size_bytes:
             return "its payload is missing"
-        if len(self._buffer) < length:
-            self._buffer = bytearray(length)
+        if len(self._buffer) < length + TAG_BYTES:
+            self._buffer = bytearray(length + TAG_BYTES)
         with memoryview(self._buffer)[:length] as target:
             done = 0
             while done < length:
@@ -212,6 +238,17 @@ class _Payload:
                 if not count:
                     return "its payload is missing"
                 done += count
-            if xxhash.xxh3_64_intdigest(target) != checksum:
-                return "its payload is not what was stored (checksum)"
-        return ""
+            if b.checksum_kinds(body[None])[0] == b.CHECKSUM_AES_GCM:
+                right = self._decrypts(length, body)
+            else:
+                right = xxhash.xxh3_64_intdigest(target) == int(body[b.W_PAYLOAD_SUM])
+        return "" if right else "its payload is not what was stored (checksum)"
+
+    def _decrypts(self, length: int, body: b.Bodies) -> bool:
+        if len(self._plain) < length:
+            self._plain = bytearray(length)
+        with memoryview(self._buffer) as data, memoryview(self._plain)[:length] as target:
+            place = body[[b.W_PLACE]]
+            good = self.cipher.decrypt(body[None], place, body[None], data, length, [target])
+            right = xxhash.xxh3_64_intdigest(target) == int(body[b.W_PAYLOAD_SUM])
+            return bool(good[0]) and right

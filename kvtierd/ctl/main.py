@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,7 @@ from kvtierd.ctl.errors import reported
 SOCKET_VARIABLE: Final = "KVTIERCTL_SOCKET"
 TIMEOUT_S: Final = 10.0
 UNHEALTHY_EXIT_CODE: Final = 1
+SCRUB_POLL_S: Final = 0.5
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -142,6 +144,18 @@ def sessions(asker: Asker, tenant: str, as_json: bool) -> None:
 
 
 @main.command()
+@json_option
+@click.pass_obj
+def clients(asker: Asker, as_json: bool) -> None:
+    """List the connected client processes, and how long the daemon takes to answer them."""
+    from kvtierd.ctl.views import show_clients
+
+    with reported(as_json):
+        report = asker.ask("clients")
+    _show(as_json, report, show_clients)
+
+
+@main.command()
 @click.argument("session")
 @json_option
 @click.pass_obj
@@ -170,6 +184,28 @@ def metrics(asker: Asker, as_json: bool) -> None:
 
 
 @main.command()
+@click.option("--wait", is_flag=True, help="Return when the pass has ended.")
+@json_option
+@click.pass_obj
+def scrub(asker: Asker, wait: bool, as_json: bool) -> None:
+    """Verify every block in the running daemon's spill files, in the background.
+
+    A pass that runs already goes on. Exits with 40 when it has found bad blocks so far.
+    """
+    from kvtierd.ctl.views import show_scrub
+
+    with reported(as_json):
+        report = asker.ask("scrub")
+        number = report["number"]
+        while wait and report["running"] and report["number"] == number:
+            time.sleep(SCRUB_POLL_S)
+            report = asker.ask("stats")["scrub"]
+    _show(as_json, report, show_scrub)
+    if report["bad_blocks"] or report["unreadable_blocks"]:
+        sys.exit(DataError.exit_code)
+
+
+@main.command()
 @click.option("--config", "config_file", metavar="FILE", help="The stopped daemon's configuration.")
 @click.option(
     "--state-dir", metavar="DIR", help="Its state directory, with the spill files in DIR/spill."
@@ -180,12 +216,13 @@ def check(config_file: str | None, state_dir: str | None, quick: bool, as_json: 
     """Verify the files of a stopped daemon; nothing is changed.
 
     Checks the catalog, the headers and, unless --quick, the checksum of every block in the spill
-    files; compares headers with the catalog and recounts the space. Exits with 40 when something
-    is damaged, with 20 when the files are in use.
+    files; compares headers with the catalog and recounts the space. Encrypted blocks need --config
+    with their key. Exits with 40 when something is damaged, with 20 when the files are in use.
     """
     from kvtierd import config as configuration
     from kvtierd.ctl.check import check_files, to_builtins
     from kvtierd.ctl.views import show_check
+    from kvtierd.tiers.master_key import load_master_keys
 
     if (config_file is None) == (state_dir is None):
         raise click.UsageError("give either --config FILE or --state-dir DIR")
@@ -194,7 +231,10 @@ def check(config_file: str | None, state_dir: str | None, quick: bool, as_json: 
             config = configuration.load(config_file)
         else:
             config = configuration.Config(state_dir=os.path.abspath(str(state_dir)))
-        report = to_builtins(check_files(config.state_dir, config.spill.paths, not quick))
+        keys = config.spill.encryption
+        masters = load_master_keys(keys.key, keys.old_key)
+        found = check_files(config.state_dir, config.spill.paths, not quick, masters)
+        report = to_builtins(found)
     _show(as_json, report, show_check)
     if not report["ok"]:
         sys.exit(DataError.exit_code)

@@ -24,6 +24,7 @@ def show_status(stats: Report) -> None:
     )
     for reason in health["reasons"]:
         click.echo(f"  ! {reason}")
+    show_scrub(stats["scrub"])
     columns = (
         "tenant", "dram used", "dram total", "nvme used", "nvme quota", "sessions", "orphans",
         "blocks held", "clients", "leases", "waiting",
@@ -38,6 +39,18 @@ def show_status(stats: Report) -> None:
         for name, t in sorted(stats["tenants"].items())
     ]  # fmt: skip
     show_table(columns, rows)
+
+
+def show_scrub(report: Report) -> None:
+    """The pass over the spill files that runs, or the last one."""
+    where = f"{report['progress']:.0%} done" if report["running"] else "idle"
+    since_s = report["since_pass_s"]
+    ended = "never ended" if since_s is None else f"last ended {duration(since_s)} ago"
+    click.echo(
+        f"scrub: {where}, {ended}; pass {report['number']}: {report['checked_blocks']} blocks "
+        f"({size(report['checked_bytes'])}) verified, {report['bad_blocks']} bad, "
+        f"{report['unreadable_blocks']} unreadable, {report['lost_blocks']} lost"
+    )
 
 
 def tiers(stats: Report) -> dict[str, Any]:
@@ -97,6 +110,23 @@ def show_sessions(report: Report) -> None:
             str(s["lost_blocks"]), duration(s["idle_s"]),
         ]
         for s in sorted(report["sessions"], key=lambda s: (s["idle_s"], s["session"]))
+    ]  # fmt: skip
+    show_table(columns, rows)
+
+
+def show_clients(report: Report) -> None:
+    """One line per client process, the one that takes most of the daemon's time first."""
+    columns = (
+        "pid", "uid", "tenant", "connections", "sessions", "leases", "waiting", "requests", "busy",
+        "p50", "p99", "longest",
+    )  # fmt: skip
+    rows = [
+        [
+            str(c["pid"]), str(c["uid"]), c["tenant"], str(c["connections"]), str(c["sessions"]),
+            str(c["leases"]), str(c["waiting"]), str(c["requests"]), f"{c['busy_s']:.3f} s",
+            *(f"{c[key] * 1e6:.0f} us" for key in ("p50_s", "p99_s", "longest_s")),
+        ]
+        for c in sorted(report["clients"], key=lambda c: -c["busy_s"])
     ]  # fmt: skip
     show_table(columns, rows)
 
