@@ -1,11 +1,6 @@
-"""kill -9 of the daemon at any moment: what was acknowledged is there after the restart.
-
-`KVTIERD_FAULT_CYCLES` sets the number of random kills; `make fault` does many.
-"""
+"""kill -9 of the daemon at chosen moments: what was acknowledged is there after the restart."""
 
 import os
-import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,12 +9,8 @@ from kvtierd.ctl.check import check_files
 from tests.fault.checker import KNOWN, Promises
 from tests.support.daemon import DaemonProcess
 from tests.support.fixtures import MakeDaemon
-from tests.support.raw import BLOCK_BYTES, Closed, RawClient, from_u64, pattern, u32, u64
+from tests.support.raw import BLOCK_BYTES, RawClient, from_u64, pattern, u32, u64
 from tests.support.wait import until
-
-CYCLES = int(os.environ.get("KVTIERD_FAULT_CYCLES", "5"))
-BLOCKS_MAX = 400  # three arenas and a half
-BURST_S = 0.25
 
 
 def assert_books_balance(daemon: DaemonProcess, blocks: int) -> None:
@@ -39,62 +30,10 @@ def assert_books_balance(daemon: DaemonProcess, blocks: int) -> None:
     until(balanced, f"the books balance with {blocks} blocks: {daemon.tenant()}", 5.0)
 
 
-def assert_files_are_sound(daemon: DaemonProcess) -> None:
+def assert_files_are_sound(daemon: DaemonProcess, spill: list[str] | None = None) -> None:
     state = daemon.state_path
-    report = check_files(str(state), [str(state / "spill")], True)
+    report = check_files(str(state), spill or [str(state / "spill")], True)
     assert report.ok, report.problems
-
-
-def keep_busy(client: RawClient, promises: Promises, chance: random.Random) -> None:
-    """Swap out, in, evict, close and open at random until the daemon is gone."""
-    while True:
-        if not promises.pages:  # the close of the last one was not answered
-            promises.open(client)
-        session = chance.choice(list(promises.pages))
-        stored = promises.pages[session]
-        step = chance.random()
-        if step < 0.1 or promises.total() > BLOCKS_MAX:
-            del promises.pages[session], promises.tokens[session]
-            client.ask("close_session", session)
-            promises.open(client)
-        elif step < 0.6 or not stored:
-            promises.swap_out(client, session, chance.randint(1, 12))
-        elif step < 0.8:
-            first = chance.randrange(len(stored))
-            count = chance.randint(1, len(stored) - first)
-            found = client.swap_in(KNOWN, session, 0, first, count)
-            assert found == [pattern(stored[first + i]) for i in range(count)]
-        else:
-            client.ask("prefetch", client.lease(), session, 0, KNOWN, 0, len(stored))
-
-
-@pytest.mark.parametrize("durability", ["process", "power"])
-@pytest.mark.timeout(60 + 20 * CYCLES)
-def test_random_kills_lose_nothing_that_was_acknowledged(
-    make_daemon: MakeDaemon, durability: str
-) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
-    daemon = make_daemon(spill={"durability": durability}).start()
-    promises = Promises()
-    with daemon.client() as client:
-        for _ in range(3):
-            promises.open(client)
-        for _ in range(CYCLES):
-            assert daemon.process is not None
-            killer = threading.Timer(chance.uniform(0.0, BURST_S), daemon.process.kill)
-            killer.start()
-            with pytest.raises(Closed):
-                keep_busy(client, promises, chance)
-            killer.join()
-            daemon.process.wait()
-            assert_files_are_sound(daemon)
-            daemon.start()
-            client.connect()
-            client.hello()
-            promises.check(client)
-    assert len(daemon.holders()) == 1
 
 
 def fill(client: RawClient, promises: Promises, session: int, blocks: int) -> None:

@@ -56,6 +56,8 @@ class Pending:
 class SimDisk:
     """One spill file of simulated pages; implements `SpillIO`, and what a restart reads."""
 
+    encrypted = False
+
     def __init__(self, geometry: Geometry, queue_jobs: int) -> None:
         self.geometry = geometry
         self.queue_jobs = queue_jobs
@@ -128,6 +130,8 @@ class SimDisk:
                 source = int(job.offsets[i]) // PAGE
                 self.pages[first : first + count] = arena[source : source + count]
                 sums[i] = value_of(arena, source, count)
+                if job.bodies[i, W_PAYLOAD_SUM] not in (0, sums[i]):
+                    statuses[i] = Status.MISMATCH
         wrote = np.flatnonzero((statuses == Status.OK) | (statuses == Status.UNSURE))
         bodies = job.bodies[wrote].copy()
         bodies[:, W_PAYLOAD_SUM] = sums[wrote]

@@ -230,7 +230,7 @@ class Host:
             member.index, member.pid, member.start_time, member.uid, member.group.id,
             member.group.secret_hash,
         )  # fmt: skip
-        headers.write_client(member.index, record if member.alive else None)
+        headers.write_client(member.index, record if member.alive and member.listed else None)
 
     def _load_blob(self, action: act.LoadBlob) -> None:
         self._store()

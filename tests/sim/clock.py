@@ -10,7 +10,7 @@ import heapq
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextvars import Context
 from typing import Any
 
@@ -28,6 +28,10 @@ class Sim:
         _ages.clear()
         self.random = random.Random(seed)
         self.now_s = 1000.0
+        self.stuck_until_s = 0.0
+        """The disk ends nothing before then."""
+        self.wall_s = 1.7e9
+        """What the wall clock shows beyond `now_s`; it may jump."""
         self.steps = 0
         self.digest = 0
         """Sums up what ran when: the same for two runs of one seed."""
@@ -96,6 +100,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         """A SIGSTOP lasts until then."""
         self.watchers: dict[int, tuple[SimLoop, Callable[[], None]]] = {}
         self.sockets: list[net.SimSocket] = []
+        self.seen: set[str] = set()
+        """Kinds of callbacks that have run."""
+        self.last = ""
         self._tasks: list[asyncio.Task[Any]] = []
         sim.loops.append(self)
 
@@ -105,13 +112,26 @@ class SimLoop(asyncio.AbstractEventLoop):
         if handle.cancelled():
             return
         sim, call = self.sim, handle._callback  # type: ignore[attr-defined]
-        what = f"{self.name} {sim.now_s:.6f} {getattr(call, '__qualname__', '')}"
-        sim.digest = zlib.crc32(what.encode(), sim.digest)
+        self.last = last = getattr(call, "__qualname__", "a task goes on")
+        self.seen.add(last)
+        sim.digest = zlib.crc32(f"{self.name} {sim.now_s:.6f} {last}".encode(), sim.digest)
         asyncio._set_running_loop(self)
         try:
             handle._run()
         finally:
             asyncio._set_running_loop(None)
+
+    def awaiting(self) -> Iterator[str]:
+        """Where its tasks wait: function, and line within it."""
+        for task in self._tasks:
+            if task.done():
+                continue
+            coro: Any = task.get_coro()
+            while getattr(coro.cr_await, "cr_frame", None) is not None:
+                coro = coro.cr_await
+            if coro.cr_frame is not None:
+                code = coro.cr_code
+                yield f"{code.co_qualname}+{coro.cr_frame.f_lineno - code.co_firstlineno}"
 
     def kill(self) -> None:
         """The process ends at once: nothing of it runs any more, its sockets close."""
@@ -312,7 +332,7 @@ class Times:
         self._sim = sim
 
     def time(self) -> float:
-        return 1.7e9 + self._sim.now_s
+        return self._sim.wall_s + self._sim.now_s
 
     def monotonic(self) -> float:
         return self._sim.now_s

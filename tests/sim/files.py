@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtierd.tiers.superblock import BODY_BYTES, Geometry
 from tests.sim.clock import Killed, Sim
 
 SECTOR_BYTES = 512
@@ -29,10 +30,17 @@ class Medium:
         self.counts: Counter[str] = Counter()
         self.rate = 0.0
         """How likely a fault is in one call."""
+        self.start_rate = 0.0
+        """The same for a header that is read, as it is at a start only."""
         self.killed = False
         self.calls_left = -1
         """The daemon is killed in the call in which this becomes 0."""
+        self.faulty_starts = 0
+        """Reads of headers that failed: so often a start may have been refused."""
+        self.geometry: Geometry | None = None
+        """How the spill file is cut."""
         self._unsynced: dict[int, dict[int, bytes]] = {}  # inode -> sector -> what is durable
+        self._plain: dict[int, int] = {}  # first word of an encrypted page -> of the page
         self._paths: dict[int, str | None] = {}
 
     def call(self) -> None:
@@ -46,9 +54,10 @@ class Medium:
                 self.counts["killed inside a call"] += 1
                 raise Killed
 
-    def fails(self, kind: str) -> bool:
+    def fails(self, kind: str, rate: float | None = None) -> bool:
         """Whether this call meets a fault."""
-        if not self.rate or not self.sim.chance(self.rate):
+        rate = self.rate if rate is None else rate
+        if not rate or not self.sim.chance(rate):
             return False
         self.counts[kind] += 1
         return True
@@ -89,7 +98,23 @@ class Medium:
         """The values of the blocks in a range of a payload."""
         data = os.pread(fd, size, offset)
         words = np.frombuffer(data[: len(data) // 8 * 8], np.uint64)
-        return set(words[:: PAGE_BYTES // 8].tolist())
+        return {self._plain.get(word, word) for word in words[:: PAGE_BYTES // 8].tolist()}
+
+    def note_encrypted(self, plain: memoryview, encrypted: memoryview) -> None:
+        """What is behind encrypted bytes that are about to be written."""
+        words = [np.frombuffer(data, np.uint64)[:: PAGE_BYTES // 8] for data in (encrypted, plain)]
+        self._plain.update(zip(*(each.tolist() for each in words), strict=True))
+
+    def values_behind(self, fd: int, offset: int) -> set[int]:
+        """The values of the slab whose headers are at an offset of a header file."""
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        payload = os.open(path.replace("headers.kv", "blocks.kv"), os.O_RDONLY)
+        cut = self.geometry
+        assert cut is not None
+        slab = (offset - cut.bodies_offset) // BODY_BYTES // cut.max_slots
+        found = self.values(payload, slab * cut.slab_bytes, cut.slab_bytes)
+        os.close(payload)
+        return found
 
     # ---------------------------------------------------------------- payload
 
@@ -173,8 +198,16 @@ class HeaderCalls:
         return os.pwrite(fd, bytes(data[:size]), offset)
 
     def preadv(self, fd: int, buffers: Any, offset: int) -> int:
-        self._medium.call()
-        return os.preadv(fd, buffers, offset)
+        medium, [buffer] = self._medium, buffers
+        medium.call()
+        if medium.fails("header read EIO", medium.start_rate):
+            medium.faulty_starts += 1
+            if len(buffer) <= BODY_BYTES:  # nothing smaller is tried: its block is lost
+                medium.hurt |= medium.values_behind(fd, offset)
+            raise OSError(errno.EIO, "I/O error")
+        if medium.fails("short header read", medium.start_rate):
+            buffer = buffer[: medium.sim.random.randint(1, len(buffer))]
+        return os.preadv(fd, [buffer], offset)
 
     def posix_fallocate(self, fd: int, offset: int, size: int) -> None:
         self._medium.call()

@@ -4,18 +4,18 @@
 power away, and starts it again on what is left.
 """
 
-import asyncio
 import contextlib
 import functools
 import logging
 import os
 import shutil
+import sqlite3
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,157 +25,32 @@ import kvtierd.server
 import kvtierd.start
 import kvtierd.tiers.headers
 import kvtierd.tiers.spill
+import kvtierd.turns
 from kvtier_client import link, looping
-from kvtierd import config as configuration
-from kvtierd.catalog.errors import CatalogFull
-from kvtierd.catalog.writer import CatalogWriter
 from kvtierd.connection import Connection
 from kvtierd.core.leases import Group, Peer
 from kvtierd.core.tree import Node
 from kvtierd.core.validate import validate
+from kvtierd.core.world import World
 from kvtierd.daemon import Daemon
 from kvtierd.start import start
+from kvtierd.tiers.cipher import FileCipher
+from kvtierd.tiers.errors import StartError
 from kvtierd.tiers.headers import ArenaHeaders
 from kvtierd.tiers.spill_open import open_spill
 from kvtierd.tiers.spill_work import Running
-from tests.model.disk import PAGE
 from tests.sim import net
 from tests.sim.clock import Failure, Secrets, Sim, SimLoop, Times, hash_by_age
 from tests.sim.files import HeaderCalls, Medium
+from tests.sim.parts import SimCatalogWriter, SimKeeper, SimPool, settings, with_encryption
 
-SLAB_BYTES = 8 * PAGE
-UIDS = {"a": 1001, "b": 1002}
-IO_DELAYS_S = [*[0.0002] * 8, *[0.002] * 4, 0.05, 0.6]
-CATALOG_DELAYS_S = [*[0.0005] * 6, 0.01, 0.2]
-
-
-def settings(sim: Sim, base: str) -> configuration.Config:
-    """A small machine, drawn from the seed."""
-    pick = sim.random.choice
-    arenas, spill = {"a": pick([3, 4, 6]), "b": pick([3, 4])}, pick([6, 8, 12])
-    return configuration.parse(
-        {
-            "runtime_dir": f"{base}/run",
-            "state_dir": f"{base}/state",
-            "arena": {
-                "slab_bytes": f"{SLAB_BYTES}B", "min_block_bytes": f"{PAGE}B",
-                "huge_pages": "off", "mlock": "off", "prefault": False,
-            },
-            "spill": {
-                "capacity_bytes": f"{spill * SLAB_BYTES}B", "slab_bytes": f"{SLAB_BYTES}B",
-                "direct_io": "off", "durability": pick(["process", "power"]), "io_threads": 2,
-                "queue_bytes": f"{pick([4, 16, 64]) * PAGE}B",
-            },
-            "integrity": pick(["spill", "end_to_end"]),
-            "recovery": {"memory": "holder", "orphan_ttl": "2h"},
-            "limits": {"lease_ttl": "2s", "lease_ttl_max": "60s", "wait_max": "5s"},
-            "tenants": [
-                {"name": name, "uids": [UIDS[name]], "arena_bytes": f"{slabs * SLAB_BYTES}B",
-                 "spill_bytes": f"{(spill - 1) * SLAB_BYTES}B"}
-                for name, slabs in arenas.items()
-            ],
-        }
-    )  # fmt: skip
-
-
-class SimPool:
-    """Stands for the threads of the spill tier: each task runs at one moment, a while later."""
-
-    def __init__(self, threads: int, name: str) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, SimLoop)
-        self._loop = loop
-        self._tasks: dict[int, Callable[[], None]] = {}
-        self._number = 0
-        self.busy_s = 0.0
-        self.crashes = 0
-
-    def put(self, priority: int, tasks: Sequence[Callable[[], None]]) -> None:
-        for task in tasks:
-            self._number += 1
-            self._tasks[self._number] = task
-            delay_s = self._loop.sim.random.choice(IO_DELAYS_S)
-            self._loop.call_later(delay_s, self._run, self._number)
-
-    def _run(self, number: int) -> None:
-        task = self._tasks.pop(number, None)
-        if task is not None:
-            task()
-
-    @property
-    def queued_tasks(self) -> int:
-        return len(self._tasks)
-
-    def close(self, deadline_s: float) -> bool:
-        while self._tasks:
-            self._run(next(iter(self._tasks)))
-        return True
-
-
-class SimCatalogWriter(CatalogWriter):
-    """The catalog's writer without its thread: its turns come a while after there is work."""
-
-    rate = 0.0
-    """How likely a transaction is refused."""
-
-    def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, SimLoop)
-        self._loop, self._due = loop, False
-
-    @property
-    def alive(self) -> bool:
-        return True
-
-    def _put(self, item: Any, ops: int) -> None:
-        super()._put(item, ops)
-        if not self._due:
-            self._due = True
-            self._loop.call_later(self._loop.sim.random.choice(CATALOG_DELAYS_S), self._turn_now)
-
-    def _turn_now(self) -> None:
-        self._due = False
-        if self._queue:
-            self._turn()
-
-    def _apply(self, ops: Any) -> Any:
-        if self.rate and self._loop.sim.chance(self.rate):
-            return CatalogFull("cannot change the catalog", "no space left", "make room")
-        return super()._apply(ops)
-
-    def close(self, timeout_s: float = 0.0) -> bool:
-        self._closing = True
-        while self._queue:
-            self._turn()
-        self._catalog.close()
-        return True
-
-
-class SimKeeper:
-    """Keeps the arenas' descriptors for as long as the machine runs."""
-
-    def __init__(self, kept: dict[str, int]) -> None:
-        self._kept = kept
-
-    def put(self, name: str, fd: int) -> None:
-        self.drop(name)
-        self._kept[name] = os.dup(fd)
-
-    def take_all(self) -> dict[str, int]:
-        return {name: os.dup(fd) for name, fd in self._kept.items()}
-
-    def drop(self, name: str) -> None:
-        fd = self._kept.pop(name, None)
-        if fd is not None:
-            os.close(fd)
-
-    def fileno(self) -> None:
-        return None
-
-    def close(self) -> None:
-        pass
-
-    abandon = close
+FAULT_RATES = [0.003, 0.01, 0.03]
+RETURN_S = 5.0
+"""After a start, all clients are back by then."""
+CHECK_EVERY = 8
+"""The books are recounted after so many events of the core that changed something."""
+TICKS_S = [0.05, 0.25, 0.5]
+"""How often the daemon looks at its clock, drawn from the seed; seldom, as each look is a step."""
 
 
 class Host:
@@ -195,9 +70,24 @@ class Host:
         self.parts: Any = None
         self.daemon: Daemon | None = None
         self.serving: Any = None
-        self.faults = False
+        self.faults = self.begun = False
+        self.fault_rate = sim.random.choice(FAULT_RATES)
+        self.disturbed_s = 0.0
+        """Until when some clients had or have no daemon that serves them."""
+        self._was_up = False
+        self._encrypted = sim.random.choice(((False,), (False,), (True,), (False, True)))
+        """Whether spill files are encrypted, at each start one of these."""
+        self.killed_at: Counter[str] = Counter()
+        """After which callbacks, and at which awaits, the daemon was killed."""
+        self.snapshots: list[bytes] = []
         self.counts: Counter[str] = Counter()
+        self.check_every = CHECK_EVERY
+        self.tick_s = sim.random.choice(TICKS_S)
+        self.slice_s = sim.random.choice((0.0, kvtierd.turns.SLICE_S))
+        """0: every request waits for its turn."""
         self._checked_s = 0.0
+        self._books: Books = ()
+        self._due = 0
         self._pids = 100
         self._processes: dict[int, SimLoop] = {}
 
@@ -226,17 +116,34 @@ class Host:
 
     def boot(self) -> None:
         """The service manager starts the daemon."""
-        self.loop = self.process("daemon")
-        self.medium.killed, self.medium.calls_left, self.medium.rate = False, -1, 0.0
-        if self.parts is not None and self.faults and self.sim.chance(0.2):
-            self.medium.calls_left = self.sim.random.randint(1, 40)
+        self.loop, self._was_up = self.process("daemon"), False
+        medium, self.disturbed_s = self.medium, self.sim.now_s
+        medium.killed, medium.calls_left, medium.rate, medium.start_rate = False, -1, 0.0, 0.0
+        if self.begun and self.faults and self.sim.chance(0.2):
+            medium.calls_left = self.sim.random.randint(1, 40)
+        if self.begun and self.faults and self.sim.chance(0.1):
+            medium.start_rate = 0.1
         self.daemon = self.parts = None
+        encrypted = self.sim.random.choice(self._encrypted)
+        self.config = with_encryption(self.config, self.base, enabled=encrypted)
         self.loop.call_soon(self._start)
 
     def _start(self) -> None:
         assert self.loop is not None
         self.counts["starts"] += 1
-        self.parts = start(self.config)
+        self._books, self._due = (), 0
+        self.medium.faulty_starts = 0
+        try:
+            self.parts = start(self.config)
+        except StartError:
+            if not self.medium.faulty_starts:
+                raise
+            self.kill("starts refused")
+            return
+        finally:
+            self.medium.start_rate = 0.0
+        self.begun = True
+        self.medium.geometry = self.parts.spill_files.geometry
         self.parts.close_locks = _once(self.parts.close_locks)
         self.daemon = Daemon(self.config, self.parts, None, keep_memory=True)
         self.serving = self.loop.create_task(self.daemon.serve())
@@ -245,8 +152,8 @@ class Host:
     def set_faults(self, on: bool) -> None:
         """Whether disk and catalog fail now and then."""
         self.faults = on
-        self.medium.rate = 0.01 if on else 0.0
-        SimCatalogWriter.rate = 0.01 if on else 0.0
+        self.medium.rate = self.fault_rate if on else 0.0
+        SimCatalogWriter.rate = self.fault_rate if on else 0.0
 
     @property
     def up(self) -> bool:
@@ -257,16 +164,19 @@ class Host:
         """SIGKILL; the service manager starts the daemon again."""
         assert self.loop is not None
         self.counts[why] += 1
+        self.disturbed_s = self.sim.now_s
+        self.killed_at[f"after {self.loop.last}"] += 1
+        for place in self.loop.awaiting():
+            self.killed_at[f"await {place}"] += 1
         self.medium.killed = True
         self.loop.kill()
         self._bury()
-        self.sim.outside.call_later(self.sim.random.uniform(0.01, 1.0), self.boot)
+        self.sim.outside.call_later(self.sim.random.uniform(0.01, 0.3), self.boot)
 
     def _bury(self) -> None:
         """Close what the daemon's process had open, without a word to anybody."""
         parts, self.daemon = self.parts, None
         if parts is None:
-            self.parts = SimpleNamespace(arenas={})  # it has started before
             return
         for file in parts.spill_files.files:
             if file.payload_fd >= 0:  # a graceful stop has not come so far
@@ -276,8 +186,10 @@ class Host:
         parts.catalog._db.close()
         parts.close_locks()
 
-    def reboot(self) -> None:
-        """The power goes: all processes and memory with it, and what was not synced."""
+    def reboot(self) -> bool:
+        """The power goes: all processes and memory with it, and what was not synced.
+
+        Returns whether an older catalog came back."""
         for process in list(self._processes.values()):
             if not process.dead and process is not self.loop:
                 process.kill()
@@ -286,12 +198,31 @@ class Host:
             os.close(fd)
         self.kept.clear()
         self.medium.lose_power()
+        if not self.power and self.snapshots and self.sim.chance(0.5):
+            self.counts["older catalogs"] += 1
+            self._older_catalog(self.sim.random.choice(self.snapshots))
+            return True
+        return False
+
+    def snapshot(self) -> None:
+        """Remember the catalog as it is now: without power durability, it may come back."""
+        if self.parts is not None and self.daemon is not None:
+            with contextlib.suppress(sqlite3.ProgrammingError):  # it is stopping
+                self.snapshots.append(self.parts.catalog._db.serialize())
+                del self.snapshots[:-3]
+
+    def _older_catalog(self, content: bytes) -> None:
+        directory = Path(self.config.state_dir)
+        for name in ("catalog.db-wal", "catalog.db-shm"):
+            (directory / name).unlink(missing_ok=True)
+        (directory / "catalog.db").write_bytes(content)
 
     def stop(self) -> None:
         """SIGTERM; the daemon is started again when it has ended."""
         if self.daemon is None or self.daemon._stopping:
             return
         self.counts["graceful stops"] += 1
+        self.disturbed_s = self.sim.now_s
         self.daemon._stop.set()
         self.serving.add_done_callback(self._stopped)
 
@@ -315,12 +246,31 @@ class Host:
             return
         if self.daemon is None or loop.dead:
             return
+        if not self._was_up and self.up:
+            self._was_up, self.disturbed_s = True, self.sim.now_s + RETURN_S
         if self.daemon.faults:
             raise Failure(f"{self.daemon.faults} faults inside the daemon; see the log")
         world = self.daemon.state.world
         if world.now_s != self._checked_s:  # the core has run
             self._checked_s = world.now_s
-            validate(world)
+            self._count_again(world)
+
+    def _count_again(self, world: World) -> None:
+        """Each time that a sum has changed, it must be right; now and then all is recounted."""
+        books = _books(world)
+        if books == self._books:
+            return
+        self._books = books
+        self._due -= 1
+        if self._due <= 0:
+            self._due = self.check_every
+            self.recount()
+
+    def recount(self) -> None:
+        """All tables of the core against each other."""
+        if self.daemon is not None:
+            self.counts["recounts"] += 1
+            validate(self.daemon.state.world)
 
     # ---------------------------------------------------------------- the end
 
@@ -360,16 +310,33 @@ class Host:
             for kind in (Connection, Peer, Group, Node, Running):
                 put(kind, "__hash__", hash_by_age)
             put(kvtierd.daemon, "CatalogWriter", SimCatalogWriter)
+            put(kvtierd.daemon, "TICK_S", self.tick_s)
             put(kvtierd.start, "open_keeper", lambda *_: SimKeeper(self.kept))
             put(kvtierd.start, "open_spill", functools.partial(open_spill, kernel=self.medium))
             put(kvtierd.tiers.spill, "WorkPool", SimPool)
+            put(kvtierd.turns, "SLICE_S", self.slice_s)
             put(kvtierd.tiers.headers, "os", HeaderCalls(self.medium))
             put(ArenaHeaders, "write_bodies", self._store(ArenaHeaders.write_bodies))
             put(ArenaHeaders, "write_body", self._store(ArenaHeaders.write_body))
+            put(FileCipher, "encrypt", self._encrypt(FileCipher.encrypt))
             put(os, "pidfd_open", self.pidfd_open)
             put(looping, "new_socket", self.network.new_socket)
             put(link, "random", self.sim.random)
             yield
+
+    def _encrypt(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Encrypt, and tell the medium what is behind the bytes that it gets."""
+
+        def encrypt(
+            cipher: Any, known: Any, places: Any, sources: Any, into: Any, size_bytes: int
+        ) -> Any:
+            words = method(cipher, known, places, sources, into, size_bytes)
+            for i, source in enumerate(sources if words is not None else ()):
+                first = i * size_bytes
+                self.medium.note_encrypted(source, into[first : first + len(source)])
+            return words
+
+        return encrypt
 
     def _store(self, method: Callable[..., None]) -> Callable[..., None]:
         """A store into the arena's headers, before or after which the daemon may be killed."""
@@ -383,6 +350,22 @@ class Host:
                 self.medium.call()
 
         return store
+
+
+Books = tuple[Any, ...]
+
+
+def _books(world: World) -> Books:
+    """Sums that change with nearly all that the core does. Errors: Failure if one cannot be."""
+    books: list[Any] = [world.seq, world.next_batch, len(world.batches), world.table.used]
+    for pool in world.pools:
+        for part in (pool.dram, pool.nvme):
+            if sum(part.counts) != part.total or min(part.counts) < 0:
+                raise Failure(f"free + used + leased + quarantined: {part.counts} of {part.total}")
+            books.append(tuple(part.counts))
+        books += (pool.held, pool.clean, pool.promised, pool.moving)
+    books += [len(x) for t in world.tenants.values() for x in (t.leases, t.waiting, t.loading)]
+    return tuple(books)
 
 
 def _once(call: Callable[[], None]) -> Callable[[], None]:

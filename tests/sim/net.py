@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvtier_client import wire
+from kvtier_client import admin_wire, wire
 
 if TYPE_CHECKING:
     from tests.sim.clock import Sim, SimLoop
@@ -55,11 +55,13 @@ def unwatch_process(fd: int) -> None:
 class Talk:
     """What was asked and answered on one connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, admin: bool) -> None:
         self.open: set[int] = set()
         self.answered = 0
         self._parts = {True: bytearray(), False: bytearray()}
-        self._requests = msgspec.msgpack.Decoder(wire.ClientRequest)
+        self._requests = msgspec.msgpack.Decoder(
+            admin_wire.AdminRequest if admin else wire.ClientRequest
+        )
         self._replies = msgspec.msgpack.Decoder(wire.AnyReply | wire.Push)
 
     def hear(self, data: Any, from_client: bool) -> None:
@@ -111,6 +113,7 @@ class Listening:
 
     def __init__(self, network: Network, path: str) -> None:
         self.network, self.path = network, path
+        self.admin = path.endswith("admin.sock")
         self.backlog: deque[SimSocket] = deque()
         self.waiting: list[Any] = []
         self.loop: Any = asyncio.get_running_loop()
@@ -138,6 +141,8 @@ class SimSocket:
         self.network, self.sim, self.loop = network, network.sim, loop
         self.peer: SimSocket | None = None
         self.talk: Talk | None = None
+        self.asks = False
+        """Whether it is the client's end."""
         self.inbox = bytearray()
         self.fds: list[int] = []
         self.coming_bytes = 0
@@ -158,8 +163,8 @@ class SimSocket:
         if listener is None or listener.loop.dead:
             raise ConnectionRefusedError(111, "Connection refused")
         other = SimSocket(self.network, listener.loop)
-        self.peer, other.peer = other, self
-        self.talk = other.talk = Talk()
+        self.peer, other.peer, self.asks = other, self, True
+        self.talk = other.talk = Talk(listener.admin)
         self.network.talks[self] = self.talk
         listener.arrive(other)
 
@@ -178,7 +183,7 @@ class SimSocket:
         if self.sim.chance(0.1) and not ancillary:
             count = self.sim.random.randint(1, count)
         assert self.talk is not None
-        self.talk.hear(data[:count], from_client=self in self.network.talks)
+        self.talk.hear(data[:count], from_client=self.asks)
         fds = [os.dup(fd) for _, _, packed in ancillary for fd in packed]
         peer.coming_bytes += count
         self._later(peer, peer._arrive, data[:count], fds)
@@ -229,6 +234,12 @@ class SimSocket:
         if self.peer is not None and not self.peer.closed:
             self._later(self.peer, self.peer._end)
             self.peer.poke_writer()
+
+    def cut(self) -> None:
+        """The connection breaks: either end finds it closed."""
+        assert self.peer is not None
+        for end in (self, self.peer):
+            end._later(end, end._end)
 
     # --------------------------------------------------------- deliveries
 

@@ -1,8 +1,9 @@
 """One seed's history: clients at work, fate at play, then everything is read, and drained."""
 
-import asyncio
 import contextlib
 import gc
+import random
+import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -10,31 +11,35 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from kvtier_client import errors
-from kvtier_client.aio import AsyncClient
-from kvtierd.core.blocks import F_FILLING, NONE
-from kvtierd.core.sessions import token_hash
+from kvtier_client.aio import AsyncClient, AsyncSession
 from tests.model import white_box
-from tests.sim.actor import KEYED, KEYS, LAYOUTS, Actor
+from tests.sim.actor import Actor
 from tests.sim.clock import Failure, Sim, SimLoop
-from tests.sim.host import UIDS, Host
+from tests.sim.fate import Fate
+from tests.sim.hand import KEYED, KEYS, LAYOUTS
+from tests.sim.host import Host
+from tests.sim.parts import UIDS
 from tests.sim.truth import Truth
+from tests.sim.watchers import Operator, Probe
 
 STEPS = 3000
-"""Steps of a history before it comes to its end."""
+"""Steps of the longest histories before they come to their end."""
+SHORTEST = 50
 CLIENTS = 3
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 """Simulated time in which a quiet system must have come to its end."""
+HISTORY_MAX_S = 600
+"""Real time after which a history that does not end is killed."""
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A client process."""
+    """A client process, alone or one of a group."""
 
     loop: SimLoop
     tenant: str
+    group: bytes
     client: AsyncClient
     actors: list[Actor]
     tasks: list[Any] = field(default_factory=list)
@@ -49,7 +54,12 @@ class History:
         self.truth = Truth()
         self.host = Host(self.sim)
         self.workers: list[Worker] = []
+        self.read: dict[bytes, AsyncSession] = {}
+        """Sessions whose blocks were all read at the end, by their tokens."""
+        self.bereaved: set[bytes] = set()
+        """Groups of which a process was killed."""
         self.counts: Counter[str] = Counter()
+        self.fate = Fate(self)
 
     def run(self) -> None:
         """Everything. Errors: Failure, or whatever was raised where nothing should be."""
@@ -66,14 +76,19 @@ class History:
 
     def _run(self) -> None:
         sim, host = self.sim, self.host
+        self.operator = Operator(self)
         host.boot()
         sim.run_until(lambda: host.up, 60.0, host.check)
         host.set_faults(True)
-        for _ in range(CLIENTS):
-            self.spawn()
-        sim.outside.call_later(0.5, self.fate)
+        self.probe = Probe(self)
+        self.crowd()
         end = sim.steps + self.steps
-        sim.run_until(lambda: sim.steps >= end, 1e9, host.check)
+
+        def after(loop: SimLoop) -> None:
+            host.check(loop)
+            self.fate.after()
+
+        sim.run_until(lambda: sim.steps >= end, 1e9, after)
         self._finish()
 
     def _count(self) -> None:
@@ -84,13 +99,24 @@ class History:
 
     # --------------------------------------------------------------- clients
 
+    def crowd(self) -> None:
+        """See to it that there are clients."""
+        while len(self.living) < CLIENTS:
+            self.spawn()
+        if self.probe.loop.dead:
+            self.probe = Probe(self, self.probe.token)
+
     def spawn(self, tenant: str | None = None, actors: int | None = None) -> Worker:
-        """A client process begins."""
+        """A client process begins, in a group of its own or with others."""
         sim = self.sim
+        friends = [] if tenant else self.living
         tenant = tenant or sim.random.choice("aab")
         count = actors if actors is not None else sim.random.choice((1, 1, 2, 3))
-        loop = self.host.process("client", UIDS[tenant])
         group = sim.random.randbytes(16)
+        if friends and sim.chance(0.4):
+            friend = sim.random.choice(friends)
+            tenant, group = friend.tenant, friend.group
+        loop = self.host.process("client", UIDS[tenant])
         client = AsyncClient(
             self.host.path, loop.name, 20.0, group, b"secret of " + group[:6], copy_threads=1
         )
@@ -99,19 +125,21 @@ class History:
             Actor(sim, self.truth, self.host.medium, client, tenant, count == 1)
             for _ in range(count)
         ]
-        worker = Worker(loop, tenant, client, made)
+        worker = Worker(loop, tenant, group, client, made)
         self.workers.append(worker)
 
         def begin() -> None:
             for actor in made:
+                actor.loop, actor.colleagues = loop, lambda: self.colleagues(worker)
                 task = loop.create_task(actor.run())
-                task.add_done_callback(self._ended)
+                task.add_done_callback(self.ended)
                 worker.tasks.append(task)
 
         loop.call_soon(begin)
         return worker
 
-    def _ended(self, task: Any) -> None:
+    def ended(self, task: Any) -> None:
+        """A task of a client has ended, as it should, or by a failure of this history."""
         if not task.cancelled() and task.exception() is not None and self.sim.failure is None:
             self.sim.failure = task.exception()
 
@@ -120,131 +148,60 @@ class History:
         """Clients that were not killed."""
         return [worker for worker in self.workers if not worker.loop.dead]
 
+    def colleagues(self, worker: Worker) -> list[Worker]:
+        """The other living processes of its group."""
+        return [x for x in self.living if x.group == worker.group and x is not worker]
+
     def bury(self) -> None:
         """The sessions of dead clients are anybody's."""
         for worker in self.workers:
             if worker.loop.dead:
+                self.bereaved.add(worker.group)
                 self.counts["operations"] += sum(actor.done for actor in worker.actors)
                 for actor in worker.actors:
                     if actor.session is not None:
                         actor.session.busy = False
         self.workers = self.living
 
-    # ------------------------------------------------------------------ fate
-
-    def fate(self) -> None:
-        """What happens now and then to a machine."""
-        sim, host = self.sim, self.host
-        if not host.faults:
-            return
-        what = sim.random.choices(
-            (self.kill_daemon, self.kill_in_call, self.reboot, host.stop, self.kill_client,
-             self.stop_process, self.cut, self.corrupt, self.evict),
-            (5, 7, 1, 2, 6, 8, 5, 3, 5),
-        )[0]  # fmt: skip
-        if host.up:
-            what()
-        while len(self.living) < CLIENTS:
-            self.spawn()
-        sim.outside.call_later(sim.random.choice((0.05, 0.3, 1.0, 2.0)), self.fate)
-
-    def kill_daemon(self) -> None:
-        self.host.kill("kills between events")
-
-    def kill_in_call(self) -> None:
-        self.host.medium.calls_left = self.sim.random.randint(1, 60)
-
-    def kill_client(self) -> None:
-        self.counts["clients killed"] += 1
-        self.sim.random.choice(self.living).loop.kill()
-        self.bury()
-
-    def stop_process(self) -> None:
-        """SIGSTOP, for longer than a lease lives."""
-        self.counts["SIGSTOP"] += 1
-        loops = [*(worker.loop for worker in self.living), self.host.loop]
-        loop = self.sim.random.choice(loops)
-        assert loop is not None
-        loop.stopped_until_s = self.sim.now_s + self.sim.random.choice((0.2, 4.0, 9.0))
-
-    def cut(self) -> None:
-        """A connection breaks."""
-        socks = [sock for worker in self.living for sock in worker.loop.sockets if sock.peer]
-        if socks:
-            self.counts["connections cut"] += 1
-            peer = self.sim.random.choice(socks).peer
-            assert peer is not None
-            peer._later(peer, peer._end)
-            peer._later(peer.peer, peer.peer._end)
-
-    def corrupt(self) -> None:
-        file = self.host.parts.spill_files.files[0]
-        pages = file.headers.geometry.payload_bytes // 4096
-        self.host.medium.corrupt(file.payload_fd, self.sim.random.randrange(pages))
-
-    def evict(self) -> None:
-        """The operator has blocks moved."""
-        daemon, count = self.host.daemon, self.sim.random.randint(1, 40)
-        assert daemon is not None
-
-        def work() -> None:
-            for tenant in daemon.state.world.tenants.values():
-                daemon.state.evictor.evict(tenant, count)
-            daemon.perform()
-
-        daemon._loop.call_soon(work)
-
-    def reboot(self) -> None:
-        """The power goes; under "power", what had reached NVMe must be there again."""
-        kept = self._on_nvme() if self.host.power else {}
-        self.host.reboot()
-        self.bury()
-        for session in self.truth.sessions:
-            session.forget_after_reboot(
-                kept.get((session.tenant, token_hash(session.token)), set())
-            )
-
-    def _on_nvme(self) -> dict[tuple[str, bytes], set[tuple[int, int, int]]]:
-        assert self.host.daemon is not None
-        world = self.host.daemon.state.world
-        kept: dict[tuple[str, bytes], set[tuple[int, int, int]]] = {}
-        for tenant in world.tenants.values():
-            for session in tenant.sessions.values():
-                kept[tenant.name, session.token_hash] = {
-                    (node.id, part, page + run.start)
-                    for node in session.nodes.values()
-                    for part, run in enumerate(node.runs)
-                    for page in np.flatnonzero(run.rows != NONE).tolist()
-                    if world.table.nvme[run.rows[page]] != NONE
-                    and not world.table.flags[run.rows[page]] & F_FILLING
-                }
-        return kept
-
     # ------------------------------------------------------------------- end
 
     def _finish(self) -> None:
+        """All comes to rest; all that must be there is read; all that was taken comes back."""
         sim, host = self.sim, self.host
         host.set_faults(False)
         host.medium.calls_left = -1
+        sim.stuck_until_s = 0.0
+        self.probe.stopping = True
         for worker in self.living:
             for actor in worker.actors:
                 actor.stopping = True
         sim.run_until(self._quiet, PATIENCE_S, host.check)
         self._all(self.living, self._close)
+        for worker in self.living:
+            if worker.group in self.bereaved:
+                worker.loop.kill()  # what the dead one leased stays its group's
         last = [self.spawn(tenant, actors=0) for tenant in UIDS]
         self._all(last, self._verify)
         self._all(last, self._drain)
         self._all(last, self._close)
-        end_s = sim.now_s + 20.0
-        sim.run_until(lambda: sim.now_s > end_s, PATIENCE_S, host.check)
         assert host.daemon is not None
+        world = host.daemon.state.world
+        sim.run_until(lambda: self._empty(world), PATIENCE_S, host.check)
+        host.recount()
         unanswered = [talk.open for talk in host.network.talks.values() if talk.open]
         if unanswered:
             raise Failure(f"requests {unanswered} were never answered")
-        white_box.check_empty(SimpleNamespace(world=host.daemon.state.world))  # type: ignore[arg-type]
+        white_box.check_empty(SimpleNamespace(world=world))  # type: ignore[arg-type]
+
+    @staticmethod
+    def _empty(world: Any) -> bool:
+        return not (
+            world.table.used or world.batches or any(t.leases for t in world.tenants.values())
+        )
 
     def _quiet(self) -> bool:
-        return self.host.up and all(t.done() for w in self.living for t in w.tasks)
+        tasks = [self.probe.task, *(task for worker in self.living for task in worker.tasks)]
+        return self.host.up and all(task is not None and task.done() for task in tasks)
 
     def _all(self, workers: list[Worker], step: Callable[[Worker], Any]) -> None:
         """Have all of them take a step; it must succeed."""
@@ -270,10 +227,14 @@ class History:
             self.sim, self.truth, self.host.medium, worker.client, worker.tenant, alone=True
         )
         for session in self.truth.sessions:
-            if session.tenant == worker.tenant and session.opened and not session.ended:
+            if session.tenant != worker.tenant or not session.opened or session.ended:
+                continue
+            if session.adrift:
+                await actor.revisit(session)
+            else:
                 await actor.verify(session)
+                self.read[session.token] = actor.handle
         self.counts["blocks verified at the end"] += actor.done
-        self.counts["of these without room to read"] += actor.crowded_out
 
     async def _drain(self, worker: Worker) -> None:
         for each in LAYOUTS:
@@ -281,21 +242,51 @@ class History:
         for session in self.truth.sessions:
             if session.tenant == worker.tenant:
                 try:
-                    handle = await worker.client.resume_session(session.token)
+                    handle = self.read.pop(session.token, None)
+                    handle = handle or await worker.client.resume_session(session.token)
                 except errors.UnknownSession:
                     if session.opened and not session.ended:
                         raise
                     continue
+                if session.closed and not session.adrift:
+                    raise Failure("a session that was closed is there again")
                 await handle.close()
         await worker.client.remove(KEYED, KEYS)
-        await asyncio.sleep(1.0)
 
 
-def run_one(seed_and_steps: tuple[int, int]) -> tuple[int, str, Counter[str]]:
-    """A seed, what went wrong with it (or nothing), and what was counted."""
-    history = History(*seed_and_steps)
-    try:
-        history.run()
-    except BaseException:
-        return history.seed, traceback.format_exc(), history.counts
-    return history.seed, "", history.counts
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What some seeds came to: what was counted, and the first that failed, if any."""
+
+    counts: Counter[str]
+    killed_at: Counter[str]
+    seed: int = 0
+    problem: str = ""
+
+
+def run_seeds(first: int, stop: int, longest: int, check_every: int = 0) -> Outcome:
+    """Run the histories of seeds `first .. stop`, up to the first that fails."""
+    counts: Counter[str] = Counter()
+    killed_at: Counter[str] = Counter()
+    for seed in range(first, stop):
+        history = History(seed, length_of(seed, longest))
+        history.host.check_every = check_every or history.host.check_every
+        signal.alarm(HISTORY_MAX_S)
+        try:
+            history.run()
+        except BaseException:
+            return Outcome(counts + history.counts, killed_at, seed, traceback.format_exc())
+        finally:
+            signal.alarm(0)
+        counts += history.counts
+        killed_at += history.host.killed_at
+        gc.collect()
+        if not gc.get_freeze_count():
+            gc.freeze()  # modules stay: the next collections need not look at them
+    return Outcome(counts, killed_at)
+
+
+def length_of(seed: int, longest: int) -> int:
+    """Steps of a seed's history before its end: many are short."""
+    shortest = min(max(SHORTEST, longest // 10), longest)
+    return int(shortest * (longest / shortest) ** random.Random(seed).random())

@@ -2,9 +2,11 @@
 
 A name's cell knows the values that it may hold. While an operation is under way or its outcome is
 unknown, there are several; `must` says that a HELD block was acknowledged, so that it has to be
-there as long as no medium lost it.
+there as long as no medium lost it. A `View` is what a branch shows of a page: the node's own cell,
+and behind it the ancestors' cells, as far as forks leave them in the branch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 TOKENS = 16
@@ -22,6 +24,8 @@ class Cell:
     older: dict[int, int] = field(default_factory=dict)
     """What was replaced, and may come back where what replaced it could be dropped or lost."""
     must: bool = False
+    gone: bool = False
+    """It was pruned: nothing of it is ever seen again."""
 
     def begin(self, value: int, valid: int) -> None:
         """A write of this value is under way."""
@@ -33,11 +37,24 @@ class Cell:
         self.possible = {value: valid}
         self.must |= held
 
-    def right(self, value: int, valid: int) -> bool:
-        """Whether a reader may see this."""
-        return self.possible.get(value) == valid or (
-            not self.must and self.older.get(value) == valid
-        )
+    def keep(self) -> None:
+        """What is stored is HELD from now on, whichever of its values it is."""
+        self.possible |= self.older
+        self.must = True
+
+    def right(self, value: int, valid: int, cap: int = TOKENS) -> bool:
+        """Whether a reader may see this, of a block that the branch shares up to `cap` tokens."""
+        if self.gone:
+            return False
+        known = self.possible.get(value)
+        if known is None and not self.must:
+            known = self.older.get(value)
+        return known is not None and min(known, cap) == valid
+
+    def ever(self, value: int, valid: int, cap: int = TOKENS) -> bool:
+        """Whether this was ever written here."""
+        known = self.possible.get(value, self.older.get(value, -1))
+        return min(known, cap) == valid
 
     @property
     def longest(self) -> int:
@@ -45,39 +62,103 @@ class Cell:
         return max([*self.possible.values(), *self.older.values()], default=0)
 
 
+@dataclass(slots=True, frozen=True)
+class View:
+    """The cells in which a branch looks for a page, its own first; how many tokens of each."""
+
+    cells: tuple[tuple[Cell, int], ...]
+
+    @property
+    def must(self) -> bool:
+        """Whether there has to be a block."""
+        return any(cell.must for cell, _ in self.cells)
+
+    def right(self, value: int, valid: int) -> bool:
+        """Whether a reader may see this."""
+        for cell, cap in self.cells:
+            if cell.right(value, valid, cap):
+                return True
+            if cell.must:  # what is behind it is hidden
+                return False
+        return False
+
+    def ever(self, value: int, valid: int) -> bool:
+        """Whether this was ever written under the name, by anybody who may be behind it."""
+        return any(cell.ever(value, valid, cap) for cell, cap in self.cells)
+
+    def lost(self, hurt: set[int]) -> bool:
+        """Whether a medium may have lost what has to be here; it need not be there any more."""
+        if not any(cell.possible.keys() & hurt for cell, _ in self.cells):
+            return False
+        for cell, _ in self.cells:
+            if cell.possible.keys() & hurt:
+                cell.must = False
+        return True
+
+
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node of a session; `start` is its first own page."""
+    """A node of a session; its branch has `fork` tokens of its parent's."""
 
     id: int
     parent: "Node | None"
-    start: int
+    fork: int
     cells: dict[Name, Cell] = field(default_factory=dict)
     sure: bool = True
     """Whether it is there: no fork or prune of it has an unknown outcome."""
     held: bool = True
     """Whether what is written to it stays HELD: no change of retention has an unknown outcome."""
+    ended: bool = False
+    """Whether it was, or may have been, pruned down to what its children share."""
 
-    def owner(self, page: int) -> "Node":
-        """The node of this branch whose page it is."""
-        node = self
-        while page < node.start and node.parent is not None:
-            node = node.parent
-        return node
+    @property
+    def start(self) -> int:
+        """Its first own page; the parent's copy of it is shared up to the fork inside it."""
+        return self.fork // TOKENS
+
+    def floor(self, part: int, page: int) -> int:
+        """How many valid tokens a block that is written now must exceed."""
+        shared = self.fork % TOKENS if page == self.start else 0
+        return max(shared, self.cell(part, page).longest)
 
     def cell(self, part: int, page: int) -> Cell:
-        """The cell that this branch sees; made when it is new."""
-        return self.owner(page).cells.setdefault((part, page), Cell())
+        """Its own cell of a page; made when it is new."""
+        assert page >= self.start
+        return self.cells.setdefault((part, page), Cell())
+
+    def lineage(self) -> Iterator[tuple["Node", int]]:
+        """Itself and its ancestors, and before which token the branch takes from each."""
+        node: Node | None = self
+        limit = 1 << 40
+        while node is not None:
+            yield node, limit
+            limit, node = min(limit, node.fork), node.parent
+
+    def view(self, part: int, page: int) -> View:
+        """What the branch shows of a page."""
+        found = []
+        for node, limit in self.lineage():
+            cell = node.cells.get((part, page))
+            if cell is not None and page * TOKENS < limit:
+                found.append((cell, min(TOKENS, limit - page * TOKENS)))
+        return View(tuple(found))
 
     def known(self, part: int) -> list[int]:
         """Pages of this branch that may be stored."""
-        found: set[int] = set()
-        node: Node | None = self
-        limit = 1 << 30
-        while node is not None:
-            found |= {page for p, page in node.cells if p == part and page < limit}
-            limit, node = min(limit, node.start), node.parent
-        return sorted(found)
+        return sorted(
+            {
+                page
+                for node, limit in self.lineage()
+                for p, page in node.cells
+                if p == part and page * TOKENS < limit
+            }
+        )
+
+    @property
+    def end(self) -> int:
+        """Behind the last token that was ever written to it."""
+        ends = [page * TOKENS + cell.longest for (_, page), cell in self.cells.items()]
+        return max(ends, default=self.fork)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +173,10 @@ class Session:
     opened: bool = False
     ended: bool = False
     """Closed, or it may be."""
+    closed: bool = False
+    """That it is closed was acknowledged."""
+    adrift: bool = False
+    """An older catalog came back: what it says of the session is not what was acknowledged."""
     busy: bool = False
     blobs: dict[int, bytes] = field(default_factory=dict)
     """Versions that may be stored; 0 is none."""
@@ -109,6 +194,14 @@ class Session:
             for (part, page), cell in node.cells.items():
                 cell.must &= (node.id, part, page) in kept
         self.holds.clear()
+
+    def forks_of(self, node: Node) -> list[int]:
+        """Where its children leave a node."""
+        return [each.fork for each in self.nodes.values() if each.parent is node]
+
+    def below(self, node: Node) -> list[Node]:
+        """A node and all below it."""
+        return [x for x in self.nodes.values() if any(y is node for y, _ in x.lineage())]
 
 
 @dataclass(slots=True)

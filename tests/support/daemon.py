@@ -63,6 +63,8 @@ class DaemonProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.wrapper: list[str] = []
         """A command that runs the daemon under other limits."""
+        self.arguments: list[str] = []
+        """More arguments of the daemon."""
 
     # --------------------------------------------------------------- config
 
@@ -85,7 +87,7 @@ class DaemonProcess:
             self.process = subprocess.Popen(
                 [
                     *self.wrapper, sys.executable, "-m", "kvtierd",
-                    "--config", str(self.config_path),
+                    "--config", str(self.config_path), *self.arguments,
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
@@ -117,6 +119,24 @@ class DaemonProcess:
         self.process.kill()
         self.process.wait()
         self.process = None
+
+    def freeze(self) -> None:
+        """SIGSTOP; when this returns it has stopped."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill_keeper(self) -> None:
+        """End what keeps the memory of a daemon that does not run: as a reboot does."""
+        assert self.process is None
+        for pid in self.holders():
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not self.holders(), "the memory is gone")
 
     def stop(self) -> None:
         """SIGTERM; the daemon must end by itself and well."""
@@ -180,6 +200,11 @@ class DaemonProcess:
         """A tenant's gauges."""
         found: dict[str, Any] = self.admin("stats")["tenants"][name]
         return found
+
+    def ails(self) -> list[str]:
+        """Why it is unwell; that a busy machine has held up its loop is left out."""
+        reasons: list[str] = self.admin("stats")["health"]["reasons"]
+        return [reason for reason in reasons if not reason.startswith("event loop")]
 
     def counters(self) -> dict[str, int]:
         found: dict[str, int] = self.admin("stats")["counters"]

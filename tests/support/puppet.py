@@ -66,6 +66,10 @@ class Puppet:
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
+    def thaw(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """kill -9, also of a stopped one; when this returns it is gone."""
         self._process.kill()

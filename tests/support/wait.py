@@ -11,11 +11,15 @@ DEADLINE_S = 20.0
 POLL_S = 0.005
 
 
-def until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+def until(
+    condition: Callable[[], T], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
+) -> T:
     """The condition's first true value. Errors: AssertionError at the deadline."""
     pause = threading.Event()
     end_s = time.monotonic() + deadline_s
     while not (value := condition()):
-        assert time.monotonic() < end_s, f"not within {deadline_s} s: {what}"
+        if time.monotonic() > end_s:
+            told = what if isinstance(what, str) else what()
+            raise AssertionError(f"not within {deadline_s} s: {told}")
         pause.wait(POLL_S)
     return value

@@ -24,7 +24,7 @@ def test_the_documented_file_holds_exactly_the_defaults() -> None:
 
 
 def test_the_documented_file_mentions_every_key_of_every_table() -> None:
-    tables = re.split(r"^\[+(\w+)\]+$", DOCUMENTED.read_text(), flags=re.MULTILINE)
+    tables = re.split(r"^\[+([\w.]+)\]+$", DOCUMENTED.read_text(), flags=re.MULTILINE)
     written = {
         table: set(re.findall(r"^(\w+) = ", text, flags=re.MULTILINE))
         for table, text in zip(["", *tables[1::2]], tables[0::2], strict=True)
@@ -33,12 +33,15 @@ def test_the_documented_file_mentions_every_key_of_every_table() -> None:
         "socket": config.SocketConfig,
         "arena": config.ArenaConfig,
         "spill": config.SpillConfig,
+        "spill.encryption": config.EncryptionConfig,
+        "scrub": config.ScrubConfig,
         "recovery": config.RecoveryConfig,
         "limits": config.LimitsConfig,
         "stop": config.StopConfig,
         "tenants": config.TenantConfig,
     }
     expected = {table: set(keys_of(section)) for table, section in sections.items()}
+    expected["spill"].remove("encryption")  # a table of its own
     assert written == expected | {"": set(keys_of(Config)) - set(sections)}
 
 
@@ -99,6 +102,16 @@ def test_what_is_no_duration_is_refused(written: object) -> None:
 
 def test_orphans_may_be_kept_for_ever() -> None:
     assert config.parse({"recovery": {"orphan_ttl": "never"}}).recovery.orphan_ttl_s == float("inf")
+
+
+def test_a_scrub_may_be_left_to_operators() -> None:
+    assert config.parse({"scrub": {"interval": "never"}}).scrub.interval_s == float("inf")
+
+
+@pytest.mark.parametrize("key", ["/etc/kvtierd/key", "credential:master-key"])
+def test_a_key_is_a_file_or_a_credential_and_looked_at_only_by_a_start(key: str) -> None:
+    made = config.parse({"spill": {"encryption": {"enabled": True, "key": key}}})
+    assert made.spill.encryption == config.EncryptionConfig(True, key)
 
 
 def test_no_other_wait_may_be_endless() -> None:
@@ -165,6 +178,15 @@ TWO_NAMES = [{"name": "a", "uids": [7]}, {"name": "a", "uids": [8]}]
         ({"spill": {"paths": ["/a", "/a/"]}}, "spill.paths"),
         ({"spill": {"paths": ["/a", "b"]}}, "spill.paths[1]"),
         ({"spill": {"slab_bytes": 5000}}, "spill.slab_bytes"),
+        ({"spill": {"encryption": {"enabled": True}}}, "spill.encryption.key"),
+        ({"spill": {"encryption": {"old_key": "/k"}}}, "spill.encryption.key"),
+        ({"spill": {"encryption": {"key": "k"}}}, "spill.encryption.key"),
+        (
+            {"spill": {"encryption": {"key": "/k", "old_key": "credential:a/b"}}},
+            "spill.encryption.old_key",
+        ),
+        ({"scrub": {"rate": 0}}, "scrub.rate"),
+        ({"scrub": {"interval": 0}}, "scrub.interval"),
         ({"spill": {"capacity_bytes": "1MiB"}}, "spill.capacity_bytes"),
         ({"limits": {"lease_ttl": "11m"}}, "limits.lease_ttl"),
         ({"limits": {"frame_bytes": "4GiB"}}, "limits.frame_bytes"),

@@ -31,6 +31,9 @@ TENANT = {
     "nvme": {"quota_bytes": 8 << 30, "used_bytes": 1 << 30, "blocks": 1024},
     "sessions": 12, "orphans": 2, "keyed_blocks": 5, "held_blocks": 1500, "clients": 3,
     "leases": 4, "promised_blocks": 6, "waiting": 7,
+    "served": {
+        "requests": 900, "busy_s": 0.25, "p50_s": 0.00005, "p99_s": 0.0002, "longest_s": 0.003,
+    },
 }  # fmt: skip
 STATS: dict[str, Any] = {
     "daemon": {
@@ -45,6 +48,11 @@ STATS: dict[str, Any] = {
             {"path": "/nvme/a", "direct_io": True, "total_bytes": 8 << 30, "used_bytes": 1 << 30},
             {"path": "/nvme/b", "direct_io": False, "total_bytes": 8 << 30, "used_bytes": 1 << 30},
         ],
+    },
+    "scrub": {
+        "number": 2, "running": True, "progress": 0.25, "since_pass_s": 90000.0,
+        "rate_bytes": 32 << 20, "checked_blocks": 5000, "checked_bytes": 5 << 30, "bad_blocks": 3,
+        "unreadable_blocks": 1, "lost_blocks": 2,
     },
     "counters": {"spilled_bytes": 1 << 40, "restored_blocks": 9, "mover_queued": 3},
 }  # fmt: skip
@@ -77,10 +85,22 @@ TREE: dict[str, Any] = {
     "name": "proof",
     "nodes": [node(7, 5, 96), node(0, wire.NO_NODE, 0), node(3, 0, 64), node(5, 0, 32)],
 }
+CLIENTS: dict[str, Any] = {
+    "clients": [
+        {
+            "tenant": "research", "pid": pid, "uid": 1000, "connections": 2, "leases": 3,
+            "sessions": 4, "waiting": 0, "requests": 100 * pid, "busy_s": pid / 1000,
+            "p50_s": 0.00005, "p99_s": 0.0002, "longest_s": 0.003,
+        }
+        for pid in (11, 12)
+    ]
+}  # fmt: skip
 REPORTS: dict[type[wire.Request], dict[str, Any]] = {
     admin_wire.Stats: STATS,
     admin_wire.Sessions: SESSIONS,
+    admin_wire.Clients: CLIENTS,
     admin_wire.Tree: TREE,
+    admin_wire.Scrub: STATS["scrub"] | {"started": True},
 }
 
 
@@ -172,6 +192,7 @@ def ask(daemon: Daemon, *arguments: str) -> Result:
             },
         ),
         (["sessions"], SESSIONS),
+        (["clients"], CLIENTS),
         (["tree", "proof"], TREE),
     ],
 )
@@ -185,7 +206,23 @@ def test_json_is_the_report_itself(
 def test_status_is_one_line_of_the_daemon_and_one_per_tenant(daemon: Daemon) -> None:
     lines = ask(daemon, "status").stdout.splitlines()
     assert lines[0].startswith("kvtierd 1.2.3: healthy, up 3h 12m, pid 4242, start 4")
-    assert re.search(r"^research\s+1\.5 GiB\s+4\.0 GiB\s+1\.0 GiB\s+8\.0 GiB\s+12\s+2", lines[3])
+    assert re.search(r"^research\s+1\.5 GiB\s+4\.0 GiB\s+1\.0 GiB\s+8\.0 GiB\s+12\s+2", lines[4])
+
+
+def test_status_and_scrub_say_how_far_the_scrub_is_and_what_it_found(daemon: Daemon) -> None:
+    said = (
+        "scrub: 25% done, last ended 1d 1h ago; pass 2: 5000 blocks (5.0 GiB) verified, 3 bad, "
+        "1 unreadable, 2 lost"
+    )
+    assert ask(daemon, "status").stdout.splitlines()[1] == said
+    result = ask(daemon, "scrub")
+    assert result.stdout.splitlines() == [said]
+    assert result.exit_code == 40  # something bad was found
+    daemon.reports[admin_wire.Stats] = STATS | {
+        "scrub": STATS["scrub"] | {"running": False, "bad_blocks": 0, "unreadable_blocks": 0}
+    }
+    result = ask(daemon, "scrub", "--wait")
+    assert result.exit_code == 0 and result.stdout.startswith("scrub: idle, last ended 1d 1h ago")
 
 
 def test_status_of_an_unwell_daemon_says_why_and_fails(daemon: Daemon) -> None:
@@ -202,6 +239,13 @@ def test_tiers_shows_every_directory_and_the_sum(daemon: Daemon) -> None:
     assert re.search(r"/nvme/b +8\.0 GiB +1\.0 GiB +7\.0 GiB +no", text)
     assert re.search(r"all +16\.0 GiB +2\.0 GiB +14\.0 GiB", text)
     assert "80% to 90%" in text
+
+
+def test_clients_shows_first_who_takes_most_of_the_daemons_time(daemon: Daemon) -> None:
+    head, first, second = ask(daemon, "clients").stdout.splitlines()
+    assert head.split()[:3] == ["pid", "uid", "tenant"]
+    assert [first.split()[0], second.split()[0]] == ["12", "11"]
+    assert "200 us" in first
 
 
 def test_sessions_are_those_of_the_tenant_asked_for_the_longest_idle_last(daemon: Daemon) -> None:
@@ -256,8 +300,9 @@ def test_every_number_of_the_report_is_a_metric(daemon: Daemon) -> None:
     assert "kvtierd_spilled_bytes_total 1.099511627776e+12\n" in result.stdout
     assert "# TYPE kvtierd_mover_queued gauge\n" in result.stdout
     paths = {path for path, _, _ in metrics.TENANT}
-    told = {f"{tier}.{key}" for tier in ("dram", "nvme") for key in TENANT[tier]}  # type: ignore[attr-defined]
-    assert paths == told | {key for key in TENANT if key not in ("dram", "nvme")}
+    parts = ("dram", "nvme", "served")
+    told = {f"{part}.{key}" for part in parts for key in TENANT[part]}  # type: ignore[attr-defined]
+    assert paths == told | {key for key in TENANT if key not in parts}
 
 
 def test_metric_names_are_unique_and_say_their_unit(daemon: Daemon) -> None:
@@ -305,11 +350,12 @@ def test_an_error_can_be_had_as_json(daemon: Daemon) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["status", "tiers", "sessions", "tree"])
+@pytest.mark.parametrize("command", ["status", "tiers", "sessions", "clients", "tree"])
 def test_a_report_of_another_version_is_a_protocol_error(daemon: Daemon, command: str) -> None:
     daemon.reports = {
         admin_wire.Stats: {"tenants": {}},
         admin_wire.Sessions: {},
+        admin_wire.Clients: {},
         admin_wire.Tree: {"nodes": [], "name": ""},
     }
     result = ask(daemon, command, *(["s"] if command == "tree" else []))

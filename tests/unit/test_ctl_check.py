@@ -33,7 +33,14 @@ from kvtierd.tiers.records import SlabEntry
 from kvtierd.tiers.spill import SpillTier
 from kvtierd.tiers.spill_io import WriteJob
 from kvtierd.tiers.spill_open import open_spill
-from kvtierd.tiers.superblock import BODY_BYTES, Kind
+from kvtierd.tiers.superblock import (
+    BODY_BYTES,
+    KEY_COPIES,
+    KEYS_MAX,
+    RECORD_BYTES,
+    Geometry,
+    Kind,
+)
 from tests.spill_support import BLOCK_BYTES, MIB, WAIT_S, contents, new_arena, settings
 
 TENANT = "default"
@@ -50,14 +57,16 @@ def stored(session: bytes, *nodes: int, kind: int = BLOCK_SESSION) -> Blocks:
     return [(session, node, kind) for node in nodes for _ in range(BLOCKS_PER_NODE)]
 
 
-def stopped_daemon(root: Path, blocks: Blocks, ops: list[Op], directories: int = 1) -> Path:
+def stopped_daemon(
+    root: Path, blocks: Blocks, ops: list[Op], directories: int = 1, **changes: Any
+) -> Path:
     """The files of a daemon that has stored `blocks` (in its first spill directory) and `ops`."""
     state = root / "state"
     directory = lock_directory(str(state))
     catalog = Catalog.open(directory)
     catalog.apply(ops)
     spill = [state / "spill", root / "second"][:directories]
-    files = open_spill(settings(*spill), catalog.instance, 0)
+    files = open_spill(settings(*spill, **changes), catalog.instance, 0)
     files.begin(1)
     tier = SpillTier(files)
     tenant = xxhash.xxh32_intdigest(TENANT.encode())
@@ -328,6 +337,64 @@ def test_people_are_told_each_damage(state: Path) -> None:
     result = check("--state-dir", state)
     assert result.exit_code == 40
     assert "DAMAGE: " in result.stdout and result.stdout.endswith("\n1 damages\n")
+
+
+# ---------------------------------------------------------------- encryption
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path) -> tuple[Path, Path]:
+    """A sound daemon's files whose blocks are encrypted, and a configuration that names the key."""
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o400)
+    blocks = stored(SESSION, 0, 4) + stored(bytes(16), 0, kind=BLOCK_KEYED)
+    state = stopped_daemon(tmp_path, blocks, known(), encrypt=True, key=str(key))
+    config = tmp_path / "kvtierd.toml"
+    config.write_text(f'state_dir = "{state}"\n[spill.encryption]\nkey = "{key}"\n')
+    return state, config
+
+
+def test_encrypted_blocks_are_verified_with_their_key(encrypted: tuple[Path, Path]) -> None:
+    result = check("--config", encrypted[1], "--json")
+    [spill] = json.loads(result.stdout)["spill"]
+    assert result.exit_code == 0
+    assert (spill["encrypted_blocks"], spill["payloads_verified"]) == (9, 9)
+
+
+def test_a_flipped_bit_of_an_encrypted_payload_is_found(encrypted: tuple[Path, Path]) -> None:
+    soil(encrypted[0] / "spill" / "blocks.kv", 4 * BLOCK_BYTES + 77)
+    result = check("--config", encrypted[1])
+    assert result.exit_code == 40
+    assert result.stdout.count("DAMAGE") == 1 and "slot 4: its payload is not" in result.stdout
+
+
+def test_encrypted_blocks_without_their_key_are_said_to_be_unverified(
+    encrypted: tuple[Path, Path],
+) -> None:
+    soil(encrypted[0] / "spill" / "blocks.kv", 4 * BLOCK_BYTES + 77)
+    code, document = report(encrypted[0])
+    assert code == 0
+    [spill], [note] = document["spill"], document["notes"]
+    assert (spill["payloads_locked"], spill["payloads_verified"]) == (9, 0)
+    assert "9 encrypted blocks were not verified" in note
+    encrypted[0].parent.joinpath("key").chmod(0o600)
+    encrypted[0].parent.joinpath("key").write_bytes(bytes(32))
+    assert "9 encrypted blocks were not verified" in check("--config", encrypted[1]).stdout
+    encrypted[0].parent.joinpath("key").unlink()
+    result = check("--config", encrypted[1])
+    assert result.exit_code == 20 and "spill.encryption.key" in result.stderr
+
+
+def test_a_damaged_data_key_is_found(encrypted: tuple[Path, Path]) -> None:
+    headers = encrypted[0] / "spill" / "headers.kv"
+    first = Geometry(4, MIB, MIB // 4096).clients_offset
+    for copy in range(KEY_COPIES):
+        soil(headers, first + copy * KEYS_MAX * RECORD_BYTES + 30)
+    result = check("--config", encrypted[1])
+    assert result.exit_code == 40
+    assert "data key 0 is damaged" in result.stdout
+    assert result.stdout.count("its payload is not what was stored") == 9
 
 
 # ------------------------------------------------------------------ refusals

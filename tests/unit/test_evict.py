@@ -6,9 +6,9 @@ import pytest
 
 from kvtier_client import errors, wire
 from kvtier_client.wire import CACHED, HELD, TIER_DRAM, TIER_NVME
-from kvtierd.core import victims
+from kvtierd.core import evict, victims
 from tests.model.harness import LIMITS, layout, refused
-from tests.unit.core_host import FULL, Fixture, Host, pack, u64
+from tests.unit.core_host import FULL, Fixture, Host, pack, u32, u64
 
 
 @pytest.fixture(params=[victims.SCAN_ROWS, 0], ids=["searched anew", "search kept"])
@@ -131,6 +131,91 @@ def test_a_parents_pages_stay_longer_than_its_childrens(core: Fixture) -> None:
     assert in_dram(core, core.session) == [0, 1]
 
 
+def stored(core: Fixture, which: int, node: int = 0) -> list[int]:
+    """Pages of a node, wherever they are."""
+    reply = core.client.do(wire.Describe, which)
+    [info] = [info for info in reply.nodes if info.node == node]
+    return u32(info.pages[0])
+
+
+def fill_nvme(core: Fixture, pages: int) -> Iterator[None]:
+    """Take the room of NVMe step by step with HELD blocks, until all CACHED ones are gone."""
+    for start in range(0, pages, 2):
+        core.store([start, start + 1], 900)
+        core.evict()
+        yield
+
+
+@pytest.mark.parametrize("slabs", [evict.NVME_SCAN_SLABS, 1])
+def test_tails_leave_nvme_before_heads(
+    core: Fixture, monkeypatch: pytest.MonkeyPatch, slabs: int
+) -> None:
+    monkeypatch.setattr(evict, "NVME_SCAN_SLABS", slabs)
+    cached = session(core, "c")
+    for start in range(0, 20, 5):  # in pieces, so that slots do not have the order of pages
+        core.store(list(range(start, start + 5)), 500, session=cached, retention=CACHED)
+        core.evict()
+    sizes = set()
+    for _ in fill_nvme(core, 40):
+        pages = stored(core, cached)
+        assert pages == list(range(len(pages))), "a tail is there whose head is gone"
+        sizes.add(len(pages))
+    assert len(sizes) > 4
+    assert 0 in sizes
+
+
+@pytest.mark.parametrize("slabs", [evict.NVME_SCAN_SLABS, 1])
+def test_a_forks_pages_leave_nvme_before_those_it_stands_on(
+    core: Fixture, monkeypatch: pytest.MonkeyPatch, slabs: int
+) -> None:
+    monkeypatch.setattr(evict, "NVME_SCAN_SLABS", slabs)
+    cached = session(core, "c")
+    core.client.do(wire.Fork, cached, 1, 0, 24)
+    for node, first in ((0, 0), (1, 6)):
+        pages = list(range(first, first + 6))
+        core.store(pages, 500, session=cached, node=node, retention=CACHED)
+        core.evict()
+    for _ in fill_nvme(core, 40):
+        parents, childs = stored(core, cached), stored(core, cached, node=1)
+        assert childs == list(range(6, 6 + len(childs)))
+        assert not childs or parents == list(range(6))
+        assert parents == list(range(len(parents)))
+    assert parents == []
+
+
+def test_heads_of_keyed_prefixes_stay_longest_on_nvme(core: Fixture) -> None:
+    keys = [bytes([number]) * 16 for number in range(1, 21)]
+    for start in range(0, 20, 5):
+        some, places = keys[start : start + 5], pack(*range(5))
+        lease = core.client.do(
+            wire.ReserveKeys, core.client.counter(), core.print, b"".join(some), 30.0
+        )
+        core.client.do(
+            wire.CommitKeys, lease.lease, places, b"".join(some), pack(*range(start, start + 5)),
+            pack(*[FULL] * 5),
+        )  # fmt: skip
+        core.evict()
+    for _ in fill_nvme(core, 40):
+        hits = [core.client.do(wire.Lookup, [core.print], key).hits[0] for key in keys]
+        assert hits == sorted(hits, reverse=True), "a tail is there whose head is gone"
+    assert not any(hits)
+
+
+def test_of_two_prefixes_on_nvme_the_longer_unused_one_goes(core: Fixture) -> None:
+    old, new = session(core, "o"), session(core, "n")
+    for which in (new, old):
+        core.store(list(range(8)), 500, session=which, retention=CACHED)
+        core.evict()
+    core.host.tick(10.0)
+    core.read(7, 1, session=new)
+    core.evict()
+    fill = fill_nvme(core, 40)
+    while len(stored(core, old)) + len(stored(core, new)) == 16:
+        next(fill)
+    assert len(stored(core, old)) < 8
+    assert len(stored(core, new)) == 8
+
+
 def test_watermarks_move_blocks_in_the_background(core: Fixture) -> None:
     core.store(list(range(20)))
     core.store([20, 21], 100)
@@ -168,6 +253,30 @@ def test_a_load_makes_room_below_the_watermark(core: Fixture) -> None:
     core.client.do(wire.Abort, lease.lease)
 
 
+def test_a_load_gets_a_slab_from_another_layout_far_below_the_watermark(core: Fixture) -> None:
+    small = core.print
+    large = core.register(layout(2, group=1))
+    other = core.open(b"l" * 16, [large])
+    lease = core.client.do(wire.Reserve, core.client.counter(), large, 1)
+    core.client.write(u64(lease.offsets)[0], 2, 777)
+    core.client.do(wire.Commit, lease.lease, other, 0, pack(0), pack(0), pack(FULL), CACHED)
+    core.evict()
+    sessions = [session(core, chr(65 + number)) for number in range(20)]
+    for which in sessions:
+        core.store([0], 500, session=which)
+    for number, which in enumerate(sessions):
+        if number % 8:  # one block stays in each slab
+            core.client.do(wire.CloseSession, which)
+    core.host.settle(1)
+    tenant = core.host.tenant()
+    assert tenant.arena.available(tenant.pools[large].dram) == 0
+    assert tenant.used_bytes() < 0.2 * tenant.arena_bytes()
+    lease = core.client.do(wire.Acquire, 9, other, 0, large, 0, 1, 30.0)
+    assert core.client.read(u64(lease.offsets)[0], 2) == 777
+    assert small != large
+    assert [core.read(0, 1, session=sessions[number]) for number in (0, 8, 16)] == [[500]] * 3
+
+
 def test_something_can_be_promoted_when_both_tiers_are_full_of_held_blocks(core: Fixture) -> None:
     page = 0
     while True:
@@ -186,6 +295,49 @@ def test_something_can_be_promoted_when_both_tiers_are_full_of_held_blocks(core:
     total = core.host.tenant().arena.slabs * 8 + core.host.disk.geometry.slabs * 8
     assert page >= total * 0.9
     assert core.read(0, page) == [100 + each for each in range(page)]
+
+
+def test_held_blocks_of_other_layouts_never_bar_the_way_to_dram(core: Fixture) -> None:
+    large = core.register(layout(2, group=1))
+    other = core.open(b"l" * 16, [large])
+    lease = core.client.do(wire.Reserve, core.client.counter(), large, 1)
+    core.client.write(u64(lease.offsets)[0], 2, 777)
+    core.client.do(wire.Commit, lease.lease, other, 0, pack(0), pack(0), pack(FULL), HELD)
+    core.evict()
+    page = 0
+    while True:
+        counter = core.client.counter()
+        ask = core.client.send(wire.Reserve, counter, core.print, 1, 0, 0, 5.0)
+        core.host.settle(6)
+        reply = core.client.answer(ask)
+        if isinstance(reply, wire.Error):
+            break
+        core.client.write(u64(reply.offsets)[0], 1, 100 + page)
+        core.client.do(
+            wire.Commit, reply.lease, core.session, 0, pack(0), pack(page), pack(FULL), HELD
+        )
+        page += 1
+    assert page > 2 * 8
+    counter = core.client.counter()
+    granted = core.client.do(wire.Acquire, counter, other, 0, large, 0, 1)  # and without a wait
+    assert core.client.read(u64(granted.offsets)[0], 2) == 777
+    core.client.do(wire.Release, granted.lease)
+    assert core.read(0, page) == [100 + each for each in range(page)]
+
+
+def test_what_has_no_way_to_dram_cannot_be_made_held(core: Fixture) -> None:
+    large = core.register(layout(2, group=1))
+    other = core.open(b"l" * 16, [large])
+    lease = core.client.do(wire.Reserve, core.client.counter(), large, 1)
+    core.client.write(u64(lease.offsets)[0], 2, 777)
+    core.client.do(wire.Commit, lease.lease, other, 0, pack(0), pack(0), pack(FULL), CACHED)
+    core.evict()
+    core.store(list(range(20)), 100)
+    with refused(errors.SpillFull):
+        core.client.do(wire.SetRetention, other, 0, HELD)
+    core.client.do(wire.CloseSession, core.session)
+    core.host.settle(1)
+    core.client.do(wire.SetRetention, other, 0, HELD)
 
 
 def test_a_sparse_slab_is_evacuated_for_another_layout(core: Fixture) -> None:

@@ -405,7 +405,7 @@ def test_every_flipped_bit_of_a_body_makes_it_no_block(headers: HeaderFile) -> N
         {"length_bytes": 60_001},
         {"block_kind": 3},
         {"retention": 0},
-        {"checksum_kind": 2},
+        {"checksum_kind": 3},
     ],
     ids=str,
 )
@@ -426,6 +426,13 @@ def test_a_word_with_another_bodys_tag_or_an_unknown_state_is_no_block(
     put_words(headers, np.array([20]), np.array([word(STATES, tag=20)], np.uint64))
     found = scan(headers)
     assert (found.slots.tolist(), found.damaged.tolist()) == ([18], [19, 20])
+
+
+def test_an_encrypted_block_in_an_arena_is_no_block() -> None:
+    headers = make(Kind.ARENA)
+    publish(headers, [18], checksum_kind=2)
+    assert scan(headers).slots.tolist() == []
+    headers.close()
 
 
 def test_a_spilled_block_without_a_checksum_is_no_block(headers: HeaderFile) -> None:

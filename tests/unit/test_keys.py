@@ -300,6 +300,20 @@ def test_the_first_of_equal_keys_in_a_batch_wins() -> None:
     assert columns.index.find_one(1, 1, 1) == 5
 
 
+@pytest.mark.parametrize("kind", [KeyIndex, SameHash])
+@pytest.mark.parametrize("crowd", [0, 40], ids=["in buckets", "in the stash"])
+def test_a_key_is_found_by_all_of_its_bits_and_its_tag(kind: type[KeyIndex], crowd: int) -> None:
+    columns = Columns(crowd + 1, kind)
+    for row in range(crowd):
+        columns.write(row, (row, 77, 5))
+    columns.write(crowd, (1 << 40, 2, 3))
+    columns.index.insert(np.arange(crowd + 1, dtype=np.int32))
+    others = [(1 << 40 | 1, 2, 3), (1, 2, 3), (1 << 40, 3, 3), (1 << 40, 2, 4), (2, 1 << 40, 3)]
+    for asked, row in (((1 << 40, 2, 3), crowd), *((other, -1) for other in others)):
+        assert columns.find([asked]) == [row]
+        assert columns.index.find_one(*asked) == row
+
+
 @pytest.mark.parametrize("rows", [[0, 1], [0, 0]])
 def test_removing_what_is_not_there_is_a_programming_error_and_changes_nothing(
     rows: list[int],

@@ -143,6 +143,22 @@ def test_a_reader_does_not_wait_behind_a_writer(core: Fixture) -> None:
     assert core.client.read(u64(lease.offsets)[0], 1) == 100
 
 
+def test_a_reader_that_waits_goes_before_a_writer_for_whom_there_is_no_room_yet(
+    core: Fixture,
+) -> None:
+    values = on_nvme(core, [0, 1, 2])
+    core.reserve(22)
+    reading = core.acquire(0, 2)  # now every slot is written to or read
+    writer = core.client.send(wire.Reserve, 50, core.print, 5, 0, 0, 60.0)
+    reader = core.client.send(wire.Acquire, 51, core.session, 0, core.print, 2, 1, 60.0)
+    assert core.client.answer(reader) is None
+    core.client.do(wire.Release, reading.lease)
+    core.host.settle(1)
+    lease = core.client.answer(reader)
+    assert core.client.read(u64(lease.offsets)[0], 1) == values[2]
+    assert core.client.answer(writer) is None
+
+
 def test_changed_bytes_are_never_served(core: Fixture) -> None:
     on_nvme(core, [0, 1, 2])
     row = core.host.tenant().sessions[core.session].nodes[0].runs[0].rows[1]
@@ -219,8 +235,9 @@ def test_a_load_is_given_up_at_its_deadline(core: Fixture) -> None:
 
 def test_none_of_a_window_is_dropped_to_make_room_for_another_of_it(core: Fixture) -> None:
     on_nvme(core, list(range(6)), retention=CACHED)
-    core.store(list(range(6, 22)), retention=CACHED)
-    reply = core.client.ask(wire.Acquire, 60, core.session, 0, core.print, 0, 22)
+    core.store(list(range(6, 28)), retention=CACHED)
+    assert len(u64(core.client.ask(wire.Acquire, 59, core.session, 0, core.print, 6, 1).offsets))
+    reply = core.client.ask(wire.Acquire, 60, core.session, 0, core.print, 0, 28)
     core.host.settle(1)
     lease = reply or next(m for m in core.client.inbox if isinstance(m, wire.Granted))
     values = [core.client.read(offset, 1) for offset in u64(lease.offsets)]

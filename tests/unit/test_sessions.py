@@ -163,6 +163,19 @@ def test_orphans_are_reaped_after_their_time() -> None:
     core.host.close()
 
 
+def test_a_session_that_somebody_has_open_is_never_reaped() -> None:
+    core = Fixture(Host(limits=with_limits(LIMITS, orphan_ttl_s=100.0)))
+    values = core.store([0, 1])
+    second = core.host.spawn()
+    second.do(wire.ResumeSession, TOKEN)
+    core.host.kill(core.client)
+    core.host.tick(500.0)
+    assert second.do(wire.Describe, core.session).session == core.session
+    core.client = second
+    assert core.read(0, 2) == values
+    core.host.close()
+
+
 def test_retention_of_stored_blocks_changes_in_both_directions(core: Fixture) -> None:
     core.store([0, 1], retention=CACHED)
     pool = core.host.tenant().pools[core.print]

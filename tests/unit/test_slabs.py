@@ -96,6 +96,27 @@ def test_a_drained_slab_gives_no_more_slots_and_goes_when_it_is_empty(tier: Tier
     assert (0, None) in tier.assigned
 
 
+def test_a_pool_whose_blocks_must_be_readable_keeps_its_last_slab(tier: Tier) -> None:
+    tier.large.wanted = lambda: True
+    slots = np.concatenate([tier.take(tier.large, 4), tier.take(tier.large, 4)])
+    tier.slabs.free(tier.large, slots, WRITING)
+    assert tier.slabs.available(tier.small) == 16
+    assert tier.slabs.unused_slabs == 2
+    tier.take(tier.small, 16)
+    assert tier.slabs.alloc(tier.small, 1, WRITING, 1, 1) is None
+    assert len(tier.take(tier.large, 4)) == 4
+
+
+def test_a_pool_that_is_found_without_a_slab_is_kept_one(tier: Tier) -> None:
+    tier.large.wanted = lambda: True
+    tier.slabs.adopt([], tier.large)
+    assert tier.slabs.available(tier.small) == 16
+    tier.take(tier.small, 16)
+    assert tier.slabs.available(tier.large) == 4
+    tier.large.wanted = lambda: False
+    assert tier.slabs.available(tier.small) == 8
+
+
 def test_what_leaves_less_room_changes_the_epoch(tier: Tier) -> None:
     slots = tier.take(tier.small, 8)
     tier.slabs.free(tier.small, slots, WRITING)

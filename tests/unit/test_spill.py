@@ -15,17 +15,15 @@ from kvtierd.tiers.bodies import W_FLAGS, W_PLACE
 from kvtierd.tiers.pool import Priority, WorkPool
 from kvtierd.tiers.spill import JOBS_MAX
 from kvtierd.tiers.spill_files import FILE_SHIFT
-from kvtierd.tiers.spill_io import BodiesJob, ClearJob, JobResult, QueueFull, Status, WriteJob
+from kvtierd.tiers.spill_io import ClearJob, JobResult, QueueFull, Status, WriteJob
 from kvtierd.tiers.superblock import Kind
 from tests.spill_support import (
     BLOCK_BYTES,
-    CACHED,
     KIB,
     WAIT_S,
     CountingKernel,
     GateKernel,
     Rig,
-    bodies_of,
     settings,
 )
 
@@ -98,23 +96,6 @@ def test_a_cleared_block_does_not_come_back(tmp_path: Path) -> None:
         assert rig.clear(slots[::2]).ok
     with Rig(wanted, generation=1) as again:
         assert np.array_equal(again.found(), slots[1::2])
-
-
-def test_a_changed_retention_is_found_after_a_restart(tmp_path: Path) -> None:
-    wanted = settings(tmp_path / "a")
-    with Rig(wanted) as rig:
-        slots = rig.assign(0)[:4]
-        job = rig.write_job(slots)
-        sums = rig.run(job).checksums
-        bodies = bodies_of(job.bodies[:, 6], BLOCK_BYTES, retention=CACHED)
-        bodies[:, 5] = sums
-        bodies[:, W_PLACE] = slots.astype(np.uint64) | np.uint64(Kind.SPILL << 56)
-        bodies[:, W_FLAGS] |= np.uint64(1 << 48)
-        assert rig.run(BodiesJob(slots, bodies)).ok
-    with Rig(wanted, generation=1) as again:
-        retentions = again.scans[0].found.bodies[:, W_FLAGS] >> np.uint64(40) & np.uint64(0xFF)
-        assert retentions.tolist() == [CACHED] * 4
-        assert again.read(slots, again.sums_found()).ok
 
 
 def test_a_slab_changes_hands_without_old_blocks_coming_alive(tmp_path: Path) -> None:
@@ -358,8 +339,8 @@ def test_a_task_that_raises_does_not_take_its_thread_along(
     pool = WorkPool(1, "test")
     reached = threading.Event()
     with caplog.at_level(logging.CRITICAL):
-        pool.put(Priority.BACKGROUND, [fail] * 10)
-        pool.put(Priority.BACKGROUND, [reached.set])
+        pool.put(Priority.BACKGROUND, (1, 1), 1.0, [fail] * 10)
+        pool.put(Priority.BACKGROUND, (1, 1), 1.0, [reached.set])
         assert reached.wait(WAIT_S)
     assert pool.crashes == 10
     assert pool.close(WAIT_S)

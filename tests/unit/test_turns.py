@@ -10,7 +10,7 @@ from kvtier_client.wire import ClientRequest, Done, Lookup, Reply, frame
 from kvtierd import turns as turns_module
 from kvtierd.config import LimitsConfig
 from kvtierd.connection import READ_AHEAD_BYTES, Connection
-from kvtierd.turns import Served, Turns, quantile_s
+from kvtierd.turns import Served, Turns
 
 DECODER = msgspec.msgpack.Decoder(ClientRequest)
 ENCODER = msgspec.msgpack.Encoder()
@@ -219,4 +219,4 @@ def test_quantiles_are_right_to_a_sixteenth() -> None:
     for part in (0.1, 0.5, 0.9, 0.99, 1.0):
         exact_s = durations[max(round(part * len(durations)) - 1, 0)]
         assert exact_s <= served.quantile_s(part) <= exact_s * 1.07 + 1e-7
-    assert quantile_s({}, 0.5) == 0.0
+    assert Served().quantile_s(0.5) == 0.0

@@ -1,0 +1,67 @@
+"""A daemon that accepts a connection and says nothing does not keep a client for ever."""
+
+import contextlib
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier_client import looping
+from kvtier_client.errors import ConnectionLost
+from tests.client.scripted import ScriptedDaemon
+from tests.client.shells import Shells
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Any:
+    """A socket at which nobody answers; connections wait in its backlog."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "kv.sock"))
+        listener.listen(8)
+        listener.settimeout(20.0)
+        yield listener
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looping, "GREETING_TIMEOUT_S", 0.05)
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_daemon_that_does_not_answer_hello_is_tried_again(
+    silent: socket.socket, tmp_path: Path, kind: str
+) -> None:
+    with contextlib.closing(Shells(kind)) as shells:
+        client = shells.open(tmp_path / "kv.sock", deadline_s=10.0)
+        problems: list[BaseException] = []
+
+        def connect() -> None:
+            try:
+                client.connect()
+            except ConnectionLost as problem:
+                problems.append(problem)
+
+        caller = threading.Thread(target=connect)
+        caller.start()
+        held, _ = silent.accept()
+        with held:
+            again, _ = silent.accept()  # it does not wait for ever, and comes again
+            again.close()
+            with ScriptedDaemon(tmp_path / "kv.sock"):
+                caller.join(20)
+                assert problems == []
+                client.close()
+
+
+def test_silence_ends_in_an_error_at_the_deadline_and_the_next_call_succeeds(
+    shells: Shells, silent: socket.socket, tmp_path: Path
+) -> None:
+    client = shells.open(tmp_path / "kv.sock", deadline_s=0.2)
+    with pytest.raises(ConnectionLost, match="no daemon answered"):
+        client.connect()
+    with ScriptedDaemon(tmp_path / "kv.sock"):
+        client._core.deadline_s = 20.0
+        client.connect()
+        client.close()

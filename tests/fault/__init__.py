@@ -1,0 +1,4 @@
+"""Real processes, killed, stopped, starved and lied to.
+
+`python -m tests.fault` kills many times.
+"""

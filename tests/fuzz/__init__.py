@@ -1,0 +1,1 @@
+"""Hostile input of every kind: frames, files, sockets, users, directories."""

@@ -1,0 +1,1 @@
+"""Mutants: the product with one protection taken away, and the tests that must notice."""
