@@ -116,8 +116,9 @@ class Slabs:
         mine = set(numbers)
         self.free_slabs = [slab for slab in self.free_slabs if slab not in mine]
         for slab in numbers:
-            base = slab * self.max_slots
-            states = (self.words[base : base + pool.slots_per_slab] & _STATE_MASK).astype(np.uint8)
+            words = self.words[slab * self.max_slots :][: pool.slots_per_slab]
+            states = (words & _STATE_MASK).astype(np.uint8)
+            words[states == FREE] = 0  # a torn write may have left the other bits
             counts = np.bincount(states, minlength=STATES).tolist()
             for state, n in enumerate(counts):
                 pool.counts[state] += n

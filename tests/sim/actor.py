@@ -60,12 +60,23 @@ class Actor(Branches, Reading, Keys):
         for node in [x for x in session.nodes.values() if x.sure]:
             for part in range(len(session.parts)):
                 own = {page for p, page in node.cells if p == part} | {node.start}
-                for page in own.intersection(node.known(part)):
-                    if node.view(part, page).must:
-                        self.done += 1
-                        await self.read(node, part, [page])
+                own &= {page for page in node.known(part) if node.view(part, page).must}
+                for pages in runs(sorted(own)):
+                    self.done += len(pages)
+                    await self.read(node, part, pages)
         for key in sorted(session.holds):
             self.done += 1
             await self.read_keys([key])
         await self.get_blob()
         self.session = None
+
+
+def runs(pages: list[int]) -> list[list[int]]:
+    """Neighbours together."""
+    found: list[list[int]] = []
+    for page in pages:
+        if found and found[-1][-1] == page - 1:
+            found[-1].append(page)
+        else:
+            found.append([page])
+    return found

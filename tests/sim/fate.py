@@ -9,6 +9,7 @@ import numpy as np
 
 from kvtierd.core.blocks import F_FILLING, NONE
 from kvtierd.core.sessions import token_hash
+from tests.sim.files import PAGE_BYTES
 
 if TYPE_CHECKING:
     from tests.sim.run import History
@@ -79,11 +80,19 @@ class Fate:
             self.sim.random.choice(socks).cut()
 
     def corrupt(self) -> None:
-        """A page of the spill file changes."""
-        file = self.host.parts.spill_files.files[0]
-        pages = file.headers.geometry.payload_bytes // 4096
-        if file.payload_fd >= 0:  # it is not about to stop
-            self.host.medium.corrupt(file.payload_fd, self.sim.random.randrange(pages))
+        """A page of the spill file changes, mostly one of a block."""
+        file, daemon = self.host.parts.spill_files.files[0], self.host.daemon
+        if file.payload_fd < 0 or daemon is None:  # it is about to stop
+            return
+        table, random = daemon.state.world.table, self.sim.random
+        page = random.randrange(file.headers.geometry.payload_bytes // PAGE_BYTES)
+        rows = np.flatnonzero(table.used_mask() & (table.nvme != NONE))
+        if len(rows) and self.sim.chance(0.8):
+            row = random.choice(rows.tolist())
+            pool = daemon.state.world.pools[int(table.pool[row])]
+            place = daemon.state.world.nvme.offset(pool.nvme, int(table.nvme[row]))
+            page = place // PAGE_BYTES
+        self.host.medium.corrupt(file.payload_fd, page)
 
     def stick(self) -> None:
         """The disk ends nothing for a while."""

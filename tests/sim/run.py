@@ -53,6 +53,7 @@ class History:
         self.sim = Sim(seed)
         self.truth = Truth()
         self.host = Host(self.sim)
+        self.clients = CLIENTS if steps >= 500 else CLIENTS - 1
         self.workers: list[Worker] = []
         self.read: dict[bytes, AsyncSession] = {}
         """Sessions whose blocks were all read at the end, by their tokens."""
@@ -101,7 +102,7 @@ class History:
 
     def crowd(self) -> None:
         """See to it that there are clients."""
-        while len(self.living) < CLIENTS:
+        while len(self.living) < self.clients:
             self.spawn()
         if self.probe.loop.dead:
             self.probe = Probe(self, self.probe.token)

@@ -169,3 +169,14 @@ def test_offsets_lead_back_to_slots(tier: Tier) -> None:
 def test_offsets_that_are_no_slots_are_refused(tier: Tier, offset: int) -> None:
     tier.take(tier.large, 1)
     assert tier.slabs.slots_at(np.array([offset], np.uint64)) is None
+
+
+def test_a_free_word_that_was_torn_is_a_free_slot_like_any_other(tier: Tier) -> None:
+    words = tier.slabs.words
+    words[:8] = ready_words(np.arange(1, 9, dtype=np.uint64))
+    words[2] = 0x6EAE_9524_0000_0000  # its state was cleared, the other half was not
+    words[6:8] = 0
+    tier.slabs.adopt([0], tier.small)
+    slots = tier.take(tier.small, 3)
+    assert sorted(slots.tolist()) == [2, 6, 7]
+    assert tier.slabs.recount(tier.small) == tier.small.counts
