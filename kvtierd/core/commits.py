@@ -26,7 +26,7 @@ from kvtierd.core.leases import (
     unpack_places,
     unpack_u32,
 )  # fmt: skip
-from kvtierd.core.slabs import NO_SLOT, READY, WRITING, ready_words, word
+from kvtierd.core.slabs import NO_SLOT, QUARANTINED, READY, WRITING, ready_words, word
 from kvtierd.core.tree import PAGE_GAP_MAX, Node, Run, Session
 from kvtierd.core.world import NodeBlocks, OneBlock, World
 from kvtierd.core.writes import Writes
@@ -65,7 +65,10 @@ class Commits:
             raise InvalidArgument(f"retention {req.retention} is neither HELD (1) nor CACHED (2)")
         lease = peer.group.leases.get(req.lease)
         if lease is None or lease.kind is not Kind.WRITE or lease.expired:
-            return self._repeated(peer, req, node, pages, valid)
+            done = self._repeated(peer, req, node, pages, valid)
+            if lease is not None and lease.kind is Kind.WRITE:
+                self._written(lease, unpack_u32(req.index))
+            return done
         run = self._run(lease, node)
         if not rising(pages):
             raise InvalidArgument("a commit names its pages in rising order")
@@ -324,6 +327,18 @@ class Commits:
         if node.tokens < end_tokens:
             node.tokens = end_tokens
             self.world.node_table.tokens_view[node.index] = end_tokens
+
+    def _written(self, lease: Lease, index: NDArray[np.int64]) -> None:
+        """A commit came after its lease had run out, and what it names is stored already: its
+        owner, who is told so, writes to these slots no more, and will not speak of them again."""
+        index = np.unique(index[index < len(lease.slots)])
+        index = index[lease.slots[index] >= 0]
+        if len(index):
+            arena = lease.pool.tenant.arena
+            arena.free(lease.pool.dram, lease.slots[index], QUARANTINED)
+            lease.slots[index] = NONE
+            lease.left -= len(index)
+            self.writes.end_if_done(lease)
 
     def _repeated(
         self,

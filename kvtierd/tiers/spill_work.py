@@ -13,6 +13,7 @@ way from the arena to the buffer, decrypted on its way back.
 
 import errno
 import mmap
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,6 +179,10 @@ class SpillWork:
     def __init__(self, files: SpillFiles) -> None:
         self._files = files
         self._threads = files.settings.io_threads
+        cores = len(os.sched_getaffinity(0))
+        self._computing = threading.BoundedSemaphore(max(cores // 2, 1))
+        """Threads that hash or encrypt at a time: the others wait for the disk. All at once, they
+        would keep the event loop from its core."""
         self._power = files.settings.durability == "power"
         self._encrypt = files.settings.encrypt
         self._bounce = _Bounce()
@@ -239,7 +244,8 @@ class SpillWork:
     def _write(self, running: Running, job: WriteJob, cut: _Cut, runs: Runs) -> None:
         for first, last in runs:
             blocks = cut.blocks(first, last)
-            running.checksums[blocks] = cut.sums(first, last, [0] * (last - first))
+            with self._computing:
+                running.checksums[blocks] = cut.sums(first, last, [0] * (last - first))
             known = job.bodies[blocks, W_PAYLOAD_SUM]
             changed = (known != 0) & (known != running.checksums[blocks])
             if np.count_nonzero(changed):
@@ -265,9 +271,10 @@ class SpillWork:
         known = job.bodies[blocks].copy()
         known[:, W_PAYLOAD_SUM] = running.checksums[blocks]
         data = self._bounce.get((last - first) * size + ALIGN_BYTES)
-        words = file.cipher.encrypt(
-            known, places(Kind.SPILL, slots), cut.exact(first, last), data, size
-        )
+        with self._computing:
+            words = file.cipher.encrypt(
+                known, places(Kind.SPILL, slots), cut.exact(first, last), data, size
+            )
         if words is None:
             return []
         running.crypt_words[blocks] = words
@@ -302,19 +309,22 @@ class SpillWork:
                 running.mark(cut.blocks(first + i, first + i + 1), Status.LOST, None)
         known = job.bodies[blocks].copy()
         known[:, W_PAYLOAD_SUM] = job.checksums[blocks]
-        good = file.cipher.decrypt(known, places(Kind.SPILL, slots), stored, data, size, targets)
+        with self._computing:
+            good = file.cipher.decrypt(
+                known, places(Kind.SPILL, slots), stored, data, size, targets
+            )
         for i in np.flatnonzero(~good).tolist():
             if targets[i] is not None:
                 running.mark(cut.blocks(first + i, first + i + 1), Status.MISMATCH, None)
         self._compare(running, job, cut, first, last, codes)
 
-    @staticmethod
     def _compare(
-        running: Running, job: ReadJob, cut: _Cut, first: int, last: int, codes: list[int]
+        self, running: Running, job: ReadJob, cut: _Cut, first: int, last: int, codes: list[int]
     ) -> None:
         """Blocks in the arena whose checksum is another one are not those that were written."""
         blocks = cut.blocks(first, last)
-        running.checksums[blocks] = cut.sums(first, last, codes)
+        with self._computing:
+            running.checksums[blocks] = cut.sums(first, last, codes)
         wrong = running.checksums[blocks] != job.checksums[blocks]
         if np.count_nonzero(wrong):
             status_now = running.status[blocks]

@@ -14,6 +14,8 @@ from tests.sim.run import STEPS, Outcome, run_seeds
 PROGRESS_S = 30.0
 CHUNK_STEPS = 30_000
 """Steps that a worker takes before it reports."""
+END_STEPS = 700
+"""About as many steps has the end of a history, however short it is."""
 CHUNKS_PER_PROCESS = 100
 """A worker is replaced after so many chunks: whatever it has leaked goes with it."""
 
@@ -34,7 +36,7 @@ def main(
     killed_at: Counter[str] = Counter()
     began_s = said_s = time.monotonic()
     failure = ""
-    chunk = max(1, CHUNK_STEPS // length)
+    chunk = max(1, CHUNK_STEPS // (length + END_STEPS))
     outcomes = _outcomes(seed, 0 if steps else seeds, chunk, length, jobs, check_every)
     for outcome in outcomes:
         total += outcome.counts

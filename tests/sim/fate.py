@@ -14,9 +14,9 @@ from tests.sim.files import PAGE_BYTES
 if TYPE_CHECKING:
     from tests.sim.run import History
 
-GAPS_STEPS = [(10, 40, 150), (50, 200, 500), (200, 500, 1000)]
-"""Steps from one stroke to the next."""
-STUCK_S = (2.0, 30.0, 150.0)
+GAPS = [(0.02, 0.05, 0.15), (0.05, 0.15, 0.4)]
+"""Steps from one stroke to the next, as parts of the history."""
+STUCK_S = (2.0, 15.0, 60.0)
 JUMPS_S = (-86400.0 * 30, -60.0, 3600.0, 86400.0 * 30)
 
 
@@ -25,7 +25,7 @@ class Fate:
 
     def __init__(self, history: "History") -> None:
         self.history, self.host, self.sim = history, history.host, history.sim
-        self._gaps = self.sim.random.choice(GAPS_STEPS)
+        self._gaps = [int(part * history.steps) + 5 for part in self.sim.random.choice(GAPS)]
         self._next = self.sim.random.choice(self._gaps)
         self._strokes = [
             (5, self.kill_daemon), (7, self.kill_in_call), (3, self.reboot), (2, self.host.stop),

@@ -171,7 +171,6 @@ class History:
         sim, host = self.sim, self.host
         host.set_faults(False)
         host.medium.calls_left = -1
-        sim.stuck_until_s = 0.0
         self.probe.stopping = True
         for worker in self.living:
             for actor in worker.actors:
@@ -202,7 +201,8 @@ class History:
 
     def _quiet(self) -> bool:
         tasks = [self.probe.task, *(task for worker in self.living for task in worker.tasks)]
-        return self.host.up and all(task is not None and task.done() for task in tasks)
+        awake = self.host.up and self.sim.now_s > self.sim.stuck_until_s
+        return awake and all(task is not None and task.done() for task in tasks)
 
     def _all(self, workers: list[Worker], step: Callable[[Worker], Any]) -> None:
         """Have all of them take a step; it must succeed."""

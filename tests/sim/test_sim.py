@@ -28,7 +28,7 @@ def run(*options: str) -> None:
 
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_and_nothing_is_foreign_in_thousands_of_short_histories() -> None:
-    run("0", "--seeds", str(SHORT), "--length", "200")
+    run("0", "--seeds", str(SHORT), "--length", "150")
 
 
 @pytest.mark.timeout(600)

@@ -7,7 +7,7 @@ import pytest
 from kvtier_client import errors, wire
 from kvtierd.core.slabs import QUARANTINED, WRITING
 from tests.model.harness import refused
-from tests.unit.core_host import Fixture, Host, pack, u64
+from tests.unit.core_host import FULL, Fixture, Host, pack, u64
 
 
 @pytest.fixture
@@ -66,6 +66,20 @@ def test_a_reader_over_time_is_reminded_and_keeps_its_blocks(core: Fixture) -> N
     core.store(list(range(2, 20)), 900)
     assert [core.client.read(offset, 1) for offset in u64(lease.offsets)] == values
     core.client.do(wire.Release, lease.lease)
+
+
+def test_a_late_commit_of_what_is_stored_already_gives_its_slots_back(core: Fixture) -> None:
+    """It is answered as a repeat, so that its owner never speaks of the lease again."""
+    core.store([0, 1])
+    lease = core.reserve(3)
+    core.host.tick(61.0)
+    assert states(core) == (0, 3)
+    again = (lease.lease, core.session, 0, pack(0, 1), pack(0, 1), pack(FULL, FULL))
+    assert core.client.do(wire.Commit, *again).count == 2
+    assert states(core) == (0, 1)
+    assert core.client.do(wire.Commit, *again).count == 2
+    core.client.do(wire.Abort, lease.lease)
+    assert states(core) == (0, 0)
 
 
 def test_quarantine_is_capped(core: Fixture) -> None:
