@@ -27,13 +27,17 @@ fault: $(READY)
 	KVTIERD_FAULT_DAMAGES=100 KVTIERD_FAULT_OPERATIONS=100000 KVTIERD_FUZZ_EXAMPLES=2000 \
 	  $(BIN)/python -m pytest -o timeout=3600 tests/fault tests/fuzz
 
+FUZZ := $(BIN)/python -m tests.fuzz.run --jobs $$(nproc)
+
 fuzz: $(READY)
-	$(BIN)/python -m tests.fuzz.run --target protocol --frames 2000000 --jobs $$(nproc)
-	$(BIN)/python -m tests.fuzz.run --target wire --frames 8000000 --jobs $$(nproc)
-	$(BIN)/python -m tests.fuzz.run --target client --frames 1000000 --jobs $$(nproc)
-	$(BIN)/python -m tests.fuzz.run --target media --frames 20000 --jobs $$(nproc)
-	$(BIN)/python -m tests.fuzz.run --target holder --frames 20000 --jobs $$(nproc)
-	$(BIN)/python -m tests.fuzz.run --target config --frames 20000 --jobs $$(nproc)
+	$(FUZZ) --target protocol --frames 200000
+	$(FUZZ) --target wire --frames 200000
+	$(FUZZ) --target client --frames 200000
+	$(FUZZ) --target media --frames 2000
+	$(FUZZ) --target holder --frames 10000
+	$(FUZZ) --target config --frames 10000
+	$(FUZZ) --target wire --frames 7000000 --dice
+	$(FUZZ) --target protocol --frames 3000000 --dice
 
 sim: $(READY)
 	$(BIN)/python -m tests.sim --steps 10000000 --jobs $$(nproc)

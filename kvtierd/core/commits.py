@@ -27,6 +27,7 @@ from kvtierd.core.leases import (
     unpack_u32,
 )  # fmt: skip
 from kvtierd.core.slabs import NO_SLOT, QUARANTINED, READY, WRITING, ready_words, word
+from kvtierd.core.tenant import Pool
 from kvtierd.core.tree import PAGE_GAP_MAX, Node, Run, Session
 from kvtierd.core.world import NodeBlocks, OneBlock, World
 from kvtierd.core.writes import Writes
@@ -126,13 +127,17 @@ class Commits:
 
     def _run(self, lease: Lease, node: Node) -> Run:
         """The node's run in the part that a lease is for."""
-        try:
-            part = node.session.part_of(lease.pool)
-        except ValueError:
-            raise LayoutMismatch("the lease's layout is not one of the session's") from None
+        run = self._part(lease.pool, node)
         if node.ended:
             raise UnknownBranch(f"node {node.id} was pruned down to what its children share")
-        return node.runs[part]
+        return run
+
+    @staticmethod
+    def _part(pool: Pool, node: Node) -> Run:
+        try:
+            return node.runs[node.session.part_of(pool)]
+        except ValueError:
+            raise LayoutMismatch("the lease's layout is not one of the session's") from None
 
     def _free_duplicates(self, lease: Lease, slots: Slots, index: NDArray[np.int64]) -> None:
         """Free slots whose pages are stored already; the slots of a commit are used up."""
@@ -348,11 +353,15 @@ class Commits:
         pages: NDArray[np.int64],
         valid: NDArray[np.int64],
     ) -> Done:
-        """A commit whose lease has ended: its first result, if what it names is there."""
-        if len(pages) and len(pages) == len(valid):
-            for run in node.runs:
-                if self._stored(run, pages, valid).all():
-                    return Done(req.id, self.world.boot, peer.acked, len(pages))
+        """A commit whose lease has ended: its first result, if what it names is there.
+
+        Of which part it is, only the lease says; of one that is not known any more, all parts must
+        have the pages: a page of another part is not what was written."""
+        lease, ended = peer.group.leases.get(req.lease), peer.group.ended.get(req.lease)
+        pool = lease.pool if lease is not None else ended[1] if ended is not None else None
+        runs = node.runs if pool is None else [self._part(pool, node)]
+        if all(self._stored(run, pages, valid).all() for run in runs):
+            return Done(req.id, self.world.boot, peer.acked, len(pages))
         if req.lease in peer.group.ended and req.retention == CACHED:
             return Done(req.id, self.world.boot, peer.acked, len(pages))  # dropped since
         self.writes.lease(peer, req.lease)

@@ -65,7 +65,7 @@ class Group:
     members: list[Member] = field(default_factory=list)
     leases: dict[int, "Lease"] = field(default_factory=dict)
     sessions: set[int] = field(default_factory=set)
-    ended: dict[int, int] = field(default_factory=dict)  # lease -> count, oldest first
+    ended: "dict[int, tuple[int, Pool]]" = field(default_factory=dict)  # the oldest first
     peers: "set[Peer]" = field(default_factory=set)
     idle_since_s: float = 0.0  # when its last connection closed
 

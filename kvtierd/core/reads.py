@@ -400,13 +400,13 @@ class Reads:
 
     def release(self, peer: Peer, req: Release) -> Done:
         """End a read lease or a lookup's pin."""
-        count = peer.group.ended.get(req.lease)
-        if count is None or req.lease in peer.group.leases:
-            lease = self.writes.lease(peer, req.lease)
-            if lease.kind is Kind.WRITE:
-                raise InvalidArgument(f"lease {req.lease:#x} is for writing; commit or abort it")
-            count = self.end_lease(lease)
-        return Done(req.id, self.world.boot, peer.acked, count)
+        ended = peer.group.ended.get(req.lease)
+        if ended is not None and req.lease not in peer.group.leases:
+            return Done(req.id, self.world.boot, peer.acked, ended[0])
+        lease = self.writes.lease(peer, req.lease)
+        if lease.kind is Kind.WRITE:
+            raise InvalidArgument(f"lease {req.lease:#x} is for writing; commit or abort it")
+        return Done(req.id, self.world.boot, peer.acked, self.end_lease(lease))
 
     def end_lease(self, lease: Lease) -> int:
         """Take a read lease's readers, or a pin, off its rows and forget it."""

@@ -242,7 +242,7 @@ class Writes:
         lease.pool.promised -= lease.promise
         lease.promise = 0
         del group.leases[lease.id], group.tenant.leases[lease.id]
-        group.ended[lease.id] = count
+        group.ended[lease.id] = count, lease.pool
         if len(group.ended) > ENDED_MAX:
             del group.ended[next(iter(group.ended))]
 
@@ -255,7 +255,7 @@ class Writes:
         """Free what a write lease has not committed: its owner says that nothing writes to it."""
         ended = peer.group.ended.get(req.lease)
         if ended is not None and req.lease not in peer.group.leases:
-            return Done(req.id, self.world.boot, peer.acked, ended)
+            return Done(req.id, self.world.boot, peer.acked, ended[0])
         lease = self.lease(peer, req.lease)
         if lease.kind is not Kind.WRITE:
             raise InvalidArgument(f"lease {req.lease:#x} is for reading; release it")

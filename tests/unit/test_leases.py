@@ -7,7 +7,7 @@ import pytest
 from kvtier_client import errors, wire
 from kvtierd.core.slabs import QUARANTINED, WRITING
 from tests.model.harness import refused
-from tests.unit.core_host import FULL, Fixture, Host, pack, u64
+from tests.unit.core_host import FULL, Fixture, Host, layout, pack, u64
 
 
 @pytest.fixture
@@ -225,3 +225,18 @@ def test_a_member_is_one_process(core: Fixture) -> None:
     assert states(core) == (2, 0), "the first one has not spoken yet"
     assert core.client.hello([wire.HeldLease(lease.lease, True, lease.offsets)]) == []
     core.client.do(wire.Abort, lease.lease)
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_page_of_another_part_is_not_what_a_late_commit_wrote(
+    core: Fixture, forgotten: bool
+) -> None:
+    other = core.register(layout(2))
+    session = core.open(b"of two parts 123"[:16], [core.print, other])
+    core.store([0, 1], session=session)
+    lease = core.client.do(wire.Reserve, core.client.counter(), other, 1)
+    core.host.tick(61.0)
+    if forgotten:
+        core.client.do(wire.Abort, lease.lease)
+    with refused(errors.LeaseExpired):
+        core.client.do(wire.Commit, lease.lease, session, 0, pack(0), pack(1), pack(4), wire.HELD)
