@@ -9,7 +9,7 @@ served. So a flood, or a client with large requests, costs the others one slice 
 
 import asyncio
 import time
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from kvtierd.fair import FairQueue, Flow
 
@@ -73,22 +73,14 @@ class Served:
                 return float((place - shift * FINE + 1) << shift) / 16e6
         return 0.0
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, float]:
         """The same for operators."""
         return {
             "requests": self.requests,
             "busy_s": round(self.busy_s, 6),
             **{f"p{part}_s": self.quantile_s(part / 100) for part in (50, 99)},
             "longest_s": self.quantile_s(1.0),
-            "by_class": {str(place): count for place, count in sorted(self.classes.items())},
         }
-
-    @classmethod
-    def of(cls, classes: dict[int, int]) -> "Served":
-        """Requests of these classes, e.g. the difference of two reports."""
-        served = cls()
-        served.classes, served.requests = classes, sum(classes.values())
-        return served
 
 
 class Turns:
@@ -139,11 +131,6 @@ class Turns:
         return total
 
     # ------------------------------------------------------------ turns
-
-    @staticmethod
-    def now_s() -> float:
-        """The time by which requests are measured."""
-        return time.monotonic()
 
     def begin(self) -> float:
         """Bytes were read. Returns a time before which they cannot have come."""

@@ -36,6 +36,10 @@ ABANDONED_LIMIT: Final = 4096
 """Requests without a caller whose late grant would still be given back."""
 DEFAULT_IN_FLIGHT: Final = 64
 """Requests in flight until the daemon has told its own limit."""
+_GRANTED: Final = (
+    wire.Reserve | wire.ReserveKeys | wire.Acquire | wire.AcquireKeys | wire.Lookup
+)  # fmt: skip
+"""Requests that get a lease."""
 R = TypeVar("R", bound=wire.Reply)
 
 
@@ -66,6 +70,7 @@ class Pending:
         self.number = 0
         """Its one-way number on the present connection; 0 for a request that has a reply."""
         self.sent = False
+        """On some connection, so the daemon may have carried it out."""
         self.done = False
         self.reply: wire.Reply | None = None
         self.error: KvtierError | None = None
@@ -170,9 +175,11 @@ class Protocol:
         return pending
 
     def abandon(self, pending: Pending) -> None:
-        """Nobody waits for it any more: its reply is dropped, and a late grant is given back."""
+        """Nobody waits for it any more: its reply is dropped, and a late grant is given back.
+
+        What gives a lease back is carried out all the same: nobody would do it again."""
         request = pending.request
-        if pending.done or request is None:
+        if pending.done or request is None or isinstance(request, wire.Abort | wire.Release):
             return
         if self._unsettled.pop(request.id, None) is not None and pending.sent:
             self._abandoned[request.id] = pending
@@ -233,11 +240,8 @@ class Protocol:
         self._inbox = b""
         self._backlog.clear()
         self._unacked.clear()
-        self._abandoned.clear()
         self._restoring.clear()
         self._oneway = self._in_flight = 0
-        for pending in self._unsettled.values():
-            pending.sent = False
 
     def fail_all(self, error: KvtierError) -> None:
         """End everything that is unsettled with `error` (the client closes)."""
@@ -335,6 +339,9 @@ class Protocol:
             if not pending.done:
                 self._send(pending)
                 return
+            if pending.request is not None and pending.request.id in self._abandoned:
+                self._give_back(pending)  # an earlier connection may have brought it
+                return
 
     def _late(self, id: int, reply: wire.Reply | None) -> None:
         if id > self._last_id:
@@ -345,13 +352,20 @@ class Protocol:
             return
         if not pending.number:
             self._answered()
-        if isinstance(reply, wire.Granted):
-            if isinstance(pending.request, wire.Reserve | wire.ReserveKeys):
-                self.submit(wire.Abort(self.next_id(), reply.lease))
-            else:
-                self.submit(wire.Release(self.next_id(), reply.lease))
-        elif isinstance(reply, wire.Hits) and reply.lease:
-            self.submit(wire.Release(self.next_id(), reply.lease))
+        if isinstance(reply, wire.Granted | wire.Hits) and reply.lease:
+            self._end_lease(pending.request, reply.lease)
+
+    def _give_back(self, pending: Pending) -> None:
+        """What a request may have been granted whose reply went down with its connection."""
+        request = pending.request
+        assert request is not None
+        del self._abandoned[request.id]
+        if isinstance(request, _GRANTED) and request.lease:
+            self._end_lease(request, self.member << 32 | request.lease)
+
+    def _end_lease(self, request: wire.Request | None, lease: int) -> None:
+        write = isinstance(request, wire.Reserve | wire.ReserveKeys)
+        self.submit((wire.Abort if write else wire.Release)(self.next_id(), lease))
 
     def _acknowledge(self, acked: int) -> None:
         while self._unacked and self._unacked[0].number <= acked:
@@ -370,6 +384,8 @@ class Protocol:
                 f"the daemon speaks protocol version {reply.version}, this client "
                 f"{wire.PROTOCOL_VERSION}: install matching versions"
             )
+        if (reply.boot, reply.member) != (self.boot, self.member):
+            self._abandoned.clear()  # HELLO has ended what it did not list
         self.boot = reply.boot
         self.member = reply.member
         self.limits = reply.limits
@@ -406,7 +422,10 @@ class Protocol:
 
     def _repeat(self) -> None:
         self.phase = Phase.READY
-        for pending in list(self._unsettled.values()):
+        unsettled = list(self._unsettled.values())
+        for pending in list(self._abandoned.values()):
+            self._give_back(pending)
+        for pending in unsettled:
             try:
                 self._send(pending)
             except InvalidArgument as problem:

@@ -1,6 +1,6 @@
 """A neighbour: a client process that asks as much as it can, well or ill, until it is killed.
 
-python -m kvtierd.bench.neighbour_process SOCKET ADMIN_SOCKET KIND
+python -m kvtierd.bench.neighbour_process SOCKET ADMIN_SOCKET KIND PAUSE_S
 
 It says a line on stdout when it is at work. What it stores is never written: only the daemon's
 time is of interest.
@@ -28,10 +28,6 @@ LARGE: Final = Names(1024)
 BRANCHES: Final = 8
 WAIT_S: Final = 10.0
 NICE: Final = 15
-PAUSE_S: Final = 0.0005
-"""Between what it does, so that it is the daemon that is overloaded and not the host."""
-PIPELINE: Final = 128
-"""Requests that a flood has on their way; below the daemon's limit."""
 KEYS: Final = 4096
 
 
@@ -121,7 +117,7 @@ KINDS: Final = (
 )  # fmt: skip
 
 
-def main(client_path: str, admin_path: str, kind: str) -> None:
+def main(client_path: str, admin_path: str, kind: str, pause_s: str) -> None:
     """Work until the process is killed."""
     os.nice(NICE)
     work: Callable[[], None] = getattr(Neighbour(client_path, admin_path), kind)
@@ -133,7 +129,7 @@ def main(client_path: str, admin_path: str, kind: str) -> None:
             sys.stdout.write("at work\n")
             sys.stdout.flush()
             told = True
-        time.sleep(PAUSE_S)
+        time.sleep(float(pause_s))
 
 
 if __name__ == "__main__":

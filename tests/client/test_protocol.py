@@ -200,6 +200,60 @@ def test_a_grant_that_comes_too_late_is_given_back() -> None:
     assert (abort.lease, release.lease) == (11, 12)
 
 
+def test_what_a_lost_reply_may_have_granted_is_given_back_when_its_caller_gives_up() -> None:
+    protocol = connected()
+    layout = b"l" * 16
+    before = protocol.submit(wire.Reserve(protocol.next_id(), 1, layout, 1))
+    after = protocol.submit(wire.AcquireKeys(protocol.next_id(), 2, layout, b"k" * 16))
+    said(protocol)
+    protocol.abandon(before)
+    protocol.lost()
+    protocol.abandon(after)
+    protocol.abandon(protocol.submit(wire.Reserve(protocol.next_id(), 3, layout, 1)))  # never sent
+    greet(protocol)
+    abort, release = said(protocol)
+    assert isinstance(abort, wire.Abort)
+    assert isinstance(release, wire.Release)
+    assert (abort.lease, release.lease) == (5 << 32 | 1, 5 << 32 | 2)
+    protocol.lost()
+    greet(protocol)
+    assert said(protocol) == [abort, release]
+
+
+def test_an_abort_is_sent_though_its_caller_gave_up_while_there_was_no_connection() -> None:
+    protocol = connected()
+    protocol.lost()
+    abort = protocol.submit(wire.Abort(protocol.next_id(), 11))
+    protocol.abandon(abort)
+    greet(protocol)
+    assert said(protocol) == [abort.request]
+    hear(protocol, wire.Done(id_of(abort), 1, 0))
+    assert abort.done
+    assert protocol.unsettled == 0
+
+
+def test_another_life_of_the_daemon_keeps_no_lease_that_hello_does_not_list() -> None:
+    protocol = connected()
+    protocol.abandon(protocol.submit(wire.Reserve(protocol.next_id(), 1, b"l" * 16, 1)))
+    protocol.lost()
+    greet(protocol, boot=2)
+    assert said(protocol) == []
+
+
+def test_a_repeat_given_up_before_its_turn_has_its_first_grant_given_back() -> None:
+    protocol = connected(msgspec.structs.replace(LIMITS, requests_in_flight=2))
+    busy = cancel(protocol)
+    write = protocol.submit(wire.Reserve(protocol.next_id(), 1, b"l" * 16, 1))
+    protocol.lost()
+    greet(protocol, limits=msgspec.structs.replace(LIMITS, requests_in_flight=1))
+    protocol.abandon(write)
+    assert said(protocol) == [busy.request]
+    hear(protocol, wire.Done(id_of(busy), 1, 0))
+    (abort,) = said(protocol)
+    assert isinstance(abort, wire.Abort)
+    assert abort.lease == 5 << 32 | 1
+
+
 def test_no_more_requests_are_in_flight_than_the_daemon_accepts() -> None:
     protocol = connected(msgspec.structs.replace(LIMITS, requests_in_flight=2))
     pendings = [cancel(protocol, ticket) for ticket in range(5)]

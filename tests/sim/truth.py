@@ -26,6 +26,8 @@ class Cell:
     must: bool = False
     gone: bool = False
     """It was pruned: nothing of it is ever seen again."""
+    torn: bool = False
+    """The power went before it was durable: what is stored may turn out to be damaged."""
 
     def begin(self, value: int, valid: int) -> None:
         """A write of this value is under way."""
@@ -36,11 +38,13 @@ class Cell:
         self.older |= self.possible
         self.possible = {value: valid}
         self.must |= held
+        self.torn = False
 
     def keep(self) -> None:
         """What is stored is HELD from now on, whichever of its values it is."""
-        self.possible |= self.older
-        self.must = True
+        if not self.torn:
+            self.possible |= self.older
+            self.must = True
 
     def right(self, value: int, valid: int, cap: int = TOKENS) -> bool:
         """Whether a reader may see this, of a block that the branch shares up to `cap` tokens."""
@@ -192,7 +196,9 @@ class Session:
         """Only what was durable must still be there; `kept` has (node, part, page)."""
         for node in self.nodes.values():
             for (part, page), cell in node.cells.items():
-                cell.must &= (node.id, part, page) in kept
+                durable = (node.id, part, page) in kept
+                cell.must &= durable
+                cell.torn |= not durable
         self.holds.clear()
 
     def forks_of(self, node: Node) -> list[int]:
