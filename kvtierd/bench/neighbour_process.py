@@ -28,6 +28,8 @@ LARGE: Final = Names(1024)
 BRANCHES: Final = 8
 WAIT_S: Final = 10.0
 NICE: Final = 15
+PIPELINE: Final = 128
+"""Requests that a flood has on their way; below the daemon's limit."""
 KEYS: Final = 4096
 
 

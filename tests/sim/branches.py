@@ -72,9 +72,13 @@ class Branches(Writing):
             return
         for info in await handle.nodes():
             node = session.nodes.get(info.node)
-            for part, pages in enumerate(info.pages):
+            for fingerprint, pages in zip(handle.layouts, info.pages, strict=True):
+                # an orphan has only the layouts of which blocks were found
+                part, which = next(
+                    (part, LAYOUTS[number]) for part, number in enumerate(session.parts)
+                    if LAYOUTS[number].fingerprint() == fingerprint
+                )  # fmt: skip
                 for page in pages.tolist() if node is not None else ():
-                    which = LAYOUTS[session.parts[part]]
                     records = np.zeros((1, which.block_bytes // 8), np.uint64)
                     try:
                         valid = await handle.swap_in(records, [page], info.node, which, wait_s=3.0)
