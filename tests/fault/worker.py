@@ -134,7 +134,8 @@ class Worker:
             await self._ask("blob", token=token, version=version, seeds=self._seeds(1))
         elif step < 0.80 and session.nodes[node].pages:
             handle = await self._handle(token)
-            await done(handle.prefetch((0, len(session.nodes[node].pages)), node))
+            with contextlib.suppress(InvalidArgument):  # its first page was CACHED, and dropped
+                await done(handle.prefetch((0, len(session.nodes[node].pages)), node))
         elif step < 0.95:
             await self._keyed(token, session)
         elif self.partner:
