@@ -7,7 +7,6 @@ Whatever bytes arrive: each request has one reply, and what is no request is ans
 
 import asyncio
 import logging
-import time
 from typing import Any, Final, Protocol, cast
 
 import msgspec
@@ -228,8 +227,14 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def _one(self, payload: memoryview) -> None:
-        began_s = time.monotonic()
-        answered = self._answer(payload)
+        began_s = self._turns.now_s()
+        try:
+            answered = self._answer(payload)
+        except Exception:  # of the connection itself: the desk answers its own
+            log.exception("a connection failed")
+            if self._transport is not None:
+                self._transport.abort()
+            answered = False
         self._turns.did(self, began_s, self._came_s, answered=answered)
 
     def _answer(self, payload: memoryview) -> bool:

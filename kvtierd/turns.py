@@ -132,6 +132,11 @@ class Turns:
 
     # ------------------------------------------------------------ turns
 
+    @staticmethod
+    def now_s() -> float:
+        """The time by which requests are measured."""
+        return time.monotonic()
+
     def begin(self) -> float:
         """Bytes were read. Returns a time before which they cannot have come."""
         if not self._begun:

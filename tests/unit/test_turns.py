@@ -1,6 +1,7 @@
 """Turns of the event loop: a flood or a slow client costs the others a slice and a request."""
 
 import asyncio
+import logging
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ class Transport:
 
     def __init__(self) -> None:
         self.reading = True
+        self.aborted = False
         self.written = 0
 
     def set_write_buffer_limits(self, high: int) -> None: ...
@@ -40,6 +42,9 @@ class Transport:
 
     def write(self, data: bytes) -> None:
         self.written += 1
+
+    def abort(self) -> None:
+        self.aborted = True
 
     def pause_reading(self) -> None:
         assert self.reading
@@ -188,6 +193,24 @@ def test_a_client_that_does_not_read_its_replies_gets_no_turns(clock: Clock) -> 
         assert len(desk.order) == 100
 
     asyncio.run(work())
+
+
+def test_a_connection_that_fails_ends_and_takes_no_other_along(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        desk = Desk(clock)
+        broken, well = desk.connect(1), desk.connect(2)
+        desk.cost_s = {2: 0.00002}  # the desk knows nothing of the first client
+        for conn in (broken, well):
+            conn.data_received(frames(1, 20))
+        for _ in range(20):
+            await turn()
+        assert isinstance(broken._transport, Transport) and broken._transport.aborted
+        assert desk.order.count(2) == 20
+
+    with caplog.at_level(logging.CRITICAL):
+        asyncio.run(work())
 
 
 def test_waiting_behind_others_counts_as_time_inside_the_daemon(clock: Clock) -> None:
