@@ -15,6 +15,11 @@ _Table = tuple[tuple[str, str, str], ...]
 
 DAEMON: Final[_Table] = (
     ("daemon.uptime_s", "kvtierd_uptime_seconds", "Time since the daemon started."),
+    (
+        "daemon.longest_stall_s",
+        "kvtierd_longest_stall_seconds",
+        "The longest time by which a tick of the event loop came too late.",
+    ),
     ("daemon.generation", "kvtierd_generation", "Starts that have succeeded on this data."),
     ("health.ok", "kvtierd_healthy", "1 when nothing is wrong, 0 when health has reasons."),
     ("nvme.total_bytes", "kvtierd_nvme_total_bytes", "Size of all spill files."),

@@ -57,6 +57,7 @@ class Operator:
                 "instance": parts.instance.hex(),
                 "generation": parts.generation,
                 "uptime_s": round(time.time() - daemon.began_s, 3),
+                "longest_stall_s": round(daemon.health.latest_s, 3),
                 "integrity": daemon.config.integrity,
                 "durability": daemon.config.spill.durability,
             },
@@ -71,7 +72,6 @@ class Operator:
                 "spill_jobs_in_flight": spill.jobs_in_flight,
                 "mover_queued": daemon.mover.queued,
                 "catalog_queued": daemon.catalog.queued,
-                "loop_longest_stall_s": round(daemon.health.latest_s, 3),
             },
         }
 

@@ -38,7 +38,7 @@ TENANT = {
 STATS: dict[str, Any] = {
     "daemon": {
         "version": "1.2.3", "boot": 77, "instance": "ab" * 16, "generation": 4, "uptime_s": 11520.5,
-        "pid": 4242, "integrity": "spill", "durability": "process",
+        "pid": 4242, "longest_stall_s": 0.125, "integrity": "spill", "durability": "process",
     },
     "health": {"ok": True, "reasons": []},
     "tenants": {"default": TENANT, "research": TENANT},
