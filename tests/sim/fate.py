@@ -119,6 +119,7 @@ class Fate:
                 kept.get((session.tenant, token_hash(session.token)), set())
             )
             session.adrift |= adrift
+            session.closed &= host.power  # headers that were cleared without a sync come back
 
     def _on_nvme(self) -> dict[tuple[str, bytes], set[tuple[int, int, int]]]:
         assert self.host.daemon is not None
