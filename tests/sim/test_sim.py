@@ -14,7 +14,7 @@ import pytest
 
 from tests.sim.run import History
 
-SHORT = 2000
+SHORT = 800
 LONG = 30
 
 
@@ -27,7 +27,7 @@ def run(*options: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_nothing_is_lost_and_nothing_is_foreign_in_thousands_of_short_histories() -> None:
+def test_nothing_is_lost_and_nothing_is_foreign_in_hundreds_of_short_histories() -> None:
     run("0", "--seeds", str(SHORT), "--length", "150")
 
 

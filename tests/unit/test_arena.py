@@ -1,6 +1,7 @@
 """The arena: sealed, found again after a restart, and refused cleanly when memory is short."""
 
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -51,6 +52,7 @@ def run_python(code: str, *arguments: str) -> "subprocess.CompletedProcess[bytes
 
 def left_behind() -> tuple[list[str], int]:
     """Open descriptors, and mappings of arenas, of this process."""
+    gc.collect()  # what earlier tests have left is not ours
     mapped = Path("/proc/self/maps").read_text().count("memfd:kvtierd")
     return sorted(os.listdir("/proc/self/fd")), mapped
 
