@@ -117,9 +117,11 @@ class Mover:
         self._put(_Move(action, self._job(action, priority), size))
 
     def _put(self, move: _Move) -> None:
-        queue = self._queues[move.job.priority]
-        if queue or not self._begin(move):
-            queue.put(move.job.flow, move)
+        """Begin a job, or have it wait: none that takes room passes one that waits for it."""
+        priority = move.job.priority
+        behind = any(self._queues[each] for each in Priority if each <= priority)
+        if (behind and move.size_bytes) or not self._begin(move):
+            self._queues[priority].put(move.job.flow, move)
 
     def _begin(self, move: _Move) -> bool:
         """Hand a job to the spill tier; False when its queue has no room for it."""
@@ -221,6 +223,8 @@ class Mover:
         for queue in self._queues.values():
             while queue and self._begin(queue.first(flow := queue.next_flow())):
                 queue.take(flow)
+            if queue:  # a large one waits until enough has ended; nothing may begin before it
+                break
         if not self._running and not any(self._queues.values()):
             self.idle.set()
 
