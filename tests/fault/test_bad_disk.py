@@ -51,8 +51,7 @@ def test_a_read_error_is_a_lost_block_or_a_miss_while_it_lasts(make_daemon: Make
         faults.heal()
         assert assert_lost_or_right(client, session, promises) == 0  # the medium still has them
         daemon.restart()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
         client.ask("remove", KNOWN, b"".join(KEYS))
         assert_books_balance(daemon, promises.total())
@@ -96,8 +95,7 @@ def test_writes_that_fail_lose_nothing_and_succeed_later(
         daemon.kill()
         assert_files_are_sound(daemon)
         daemon.start()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
 
 
@@ -183,8 +181,7 @@ def test_a_hanging_disk_does_not_hold_up_the_end(make_daemon: MakeDaemon) -> Non
         daemon.process.wait(20.0)  # type: ignore[union-attr]
         daemon.process = None
         daemon.start()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
 
 
@@ -204,8 +201,7 @@ def test_a_catalog_that_cannot_be_written_refuses_and_recovers(make_daemon: Make
         until(lambda: not daemon.ails(), "what waited is stored")
         opened = client.ask("open_session", token, [KNOWN])
         daemon.restart()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
         client.ask("resume_session", token)
         client.ask("close_session", opened[4])

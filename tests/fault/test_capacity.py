@@ -101,8 +101,7 @@ def test_full_tiers_refuse_and_what_is_there_comes_back(make_daemon: MakeDaemon)
         assert fill_until_refused(client, promises, session) == 302
         promises.check(client)
         daemon.restart()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
         assert fill_until_refused(client, promises, session) == 302
         victim = promises.open(client)

@@ -47,8 +47,7 @@ def test_times_run_on_evenly_while_the_wall_clock_jumps(
         assert len(from_u64(reading[6])) == 4
         promises.check(client)
         daemon.restart()  # a life whose clock is another than the catalog's
-        client.connect()
-        client.hello()
+        client.come_back()
         assert daemon.tenant()["orphans"] >= 1
         assert daemon.counters()["reaped_orphans"] == 0
         promises.check(client)
@@ -59,8 +58,7 @@ def test_times_run_on_evenly_while_the_wall_clock_jumps(
         client.ask("close_session", client.open(LAYOUT))
         promises.check(client)
         daemon.restart()
-        client.connect()
-        client.hello()
+        client.come_back()
         assert daemon.counters()["reaped_orphans"] == 0
         promises.check(client)
         assert_books_balance(daemon, promises.total())

@@ -38,7 +38,6 @@ def test_a_first_start_that_is_killed_leaves_nothing_in_the_way(make_daemon: Mak
     with daemon.client() as client:
         promises.swap_out(client, promises.open(client), 8)
         daemon.restart()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
     assert len(daemon.holders()) == 1

@@ -102,8 +102,7 @@ def test_a_reserve_is_repeated_with_its_result_after_a_restart(make_daemon: Make
         counter = client.lease()
         lost = client.ask("reserve", counter, KNOWN, 4)  # as if this reply had been lost
         daemon.restart()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.resume(client)
         again = client.ask("reserve", counter, KNOWN, 4)
         assert again[4] == lost[4]
@@ -124,8 +123,7 @@ def test_a_kill_during_demotion_and_during_promotion(make_daemon: MakeDaemon) ->
         daemon.kill()
         assert_files_are_sound(daemon)
         daemon.start()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
         daemon.admin("evict", "t")
         until(lambda: daemon.tenant()["dram"]["blocks"] == 0, "all is on NVMe")
@@ -135,8 +133,7 @@ def test_a_kill_during_demotion_and_during_promotion(make_daemon: MakeDaemon) ->
         daemon.kill()
         assert_files_are_sound(daemon)
         daemon.start()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
         assert_books_balance(daemon, 96)
 
@@ -154,8 +151,7 @@ def test_pruned_and_closed_blocks_do_not_come_back(make_daemon: MakeDaemon) -> N
         client.ask("prune", session, 1)
         client.ask("close_session", closed)
         daemon.restart()
-        client.connect()
-        client.hello()
+        client.come_back()
         assert client.code("resume_session", promises.tokens.pop(closed)) == 201
         del promises.pages[closed]
         promises.check(client)
@@ -175,8 +171,7 @@ def test_blobs_holds_and_keyed_blocks_survive(make_daemon: MakeDaemon) -> None:
         client.ask("commit_keys", granted[4], u32(0), key, u32(0), u32(16))
         client.ask("hold", session, KNOWN, key)
         daemon.restart()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.resume(client)
         assert client.ask("get_blob", session, 0xFFFFFFFF)[4:] == [3, b"state"]
         assert client.ask("remove", KNOWN, key)[4] == 0  # held
@@ -208,6 +203,5 @@ def test_many_restarts_leave_one_holder_and_the_same_memory(make_daemon: MakeDae
             daemon.start()
         assert daemon.holders() == [holder]
         assert memfds(holder) == before
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)

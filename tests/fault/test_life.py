@@ -38,8 +38,7 @@ def test_sigterm_ends_it_in_time_with_busy_clients(make_daemon: MakeDaemon) -> N
         assert not os.path.exists(daemon.client_path)
         assert_files_are_sound(daemon)
         daemon.start()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
         assert_books_balance(daemon, 64)
 
@@ -202,8 +201,7 @@ if os.geteuid() == 0:  # only root can become somebody else
                     client.swap_out(KNOWN, session, 0, {page: seed + page for page in pages})
             public.restart()
             for client, seed in ((mine, 1), (theirs, 100)):
-                client.reconnect()
-                client.hello()
+                client.come_back()
                 client.ask("register_layout", LAYOUT)
                 client.ask("resume_session", token)
                 found = client.swap_in(KNOWN, session, 0, 0, 96)

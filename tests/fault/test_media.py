@@ -116,8 +116,7 @@ def test_harm_under_a_running_daemon(make_daemon: MakeDaemon, harm: Callable[[Pa
         assert counters["lost_blocks"] == BLOCKS
         assert counters["checksum_mismatches"] == BLOCKS + len(KEYS)
         daemon.restart()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.resume(client)
         assert client.ask("close_session", session)[4] >= 0
         assert daemon.tenant()["dram"]["used_bytes"] == 0

@@ -148,8 +148,7 @@ def test_a_second_daemon_is_refused_and_the_first_unharmed(
         assert everything_below(first.directory) == before
         promises.check(client)
         first.restart()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
 
 
@@ -168,8 +167,7 @@ def test_a_start_that_fails_after_a_life_keeps_that_life(make_daemon: MakeDaemon
         assert "arena" in daemon.refuse()
         daemon.tenants[0]["arena_bytes"] = ARENA_BYTES
         daemon.start()
-        client.connect()
-        client.hello()
+        client.come_back()
         promises.check(client)
         found = client.swap_in(KNOWN, session, 0, 0, 1)
         assert len(found) == 1

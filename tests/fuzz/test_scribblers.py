@@ -51,8 +51,7 @@ def test_who_writes_over_everything_harms_bytes_and_no_books(
     assert client.swap_in(KNOWN, stored, 0, 0, PAGES) == [b"\xa5" * 65536] * PAGES
     assert_books_balance(daemon, PAGES)
     daemon.restart()  # what the daemon knows was never in that memory
-    client.reconnect()
-    client.hello()
+    client.come_back()
     client.ask("register_layout", LAYOUT)
     assert_books_balance(daemon, PAGES)
     fresh = client.open(LAYOUT)

@@ -96,9 +96,6 @@ class RawClient:
         self.socket.connect(self.path)
         self._buffer = b""
 
-    def reconnect(self) -> None:
-        self.connect()
-
     def close(self) -> None:
         self.socket.close()
         if self.arena is not None:
@@ -210,6 +207,11 @@ class RawClient:
         else:
             os.close(self._passed)
         return self.welcome
+
+    def come_back(self) -> None:
+        """Connect again and say who we are, as a client does after a restart."""
+        self.connect()
+        self.hello()
 
     def join(self, group: bytes, secret: bytes, hello: bool = True) -> None:
         """Be of another client's group."""

@@ -6,7 +6,7 @@ import pytest
 
 from kvtierd import config as configuration
 from kvtierd.start import _spill_settings, start
-from tests.unit.daemon_host import small_config
+from tests.support.served import small_config
 from tests.unit.test_start import end
 
 MIB = 1 << 20

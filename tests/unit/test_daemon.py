@@ -19,8 +19,8 @@ from kvtierd.tiers.blockio import LinuxKernel
 from tests.support import raw
 from tests.support.puppet import Puppet
 from tests.support.raw import Closed, RawClient, from_u64, pattern, u32
+from tests.support.served import WAIT_S, Served
 from tests.support.wait import until
-from tests.unit.daemon_host import WAIT_S, Served
 
 BLOCK_BYTES = 16384
 LAYOUT = raw.layout(block_bytes=BLOCK_BYTES)

@@ -34,6 +34,34 @@ def in_dram(core: Fixture, which: int) -> list[int]:
     return [page for page, tier in zip(pages, info.tiers[0], strict=True) if tier == TIER_DRAM]
 
 
+def fill_with_held(core: Fixture) -> tuple[int, wire.Error]:
+    """Store HELD pages until one is refused; how many there are, and the refusal."""
+    page = 0
+    while True:
+        counter = core.client.counter()
+        asked = core.client.send(wire.Reserve, counter, core.print, 1, 0, 0, 5.0)
+        core.host.settle(6)
+        reply = core.client.answer(asked)
+        if isinstance(reply, wire.Error):
+            return page, reply
+        core.client.write(u64(reply.offsets)[0], 1, 100 + page)
+        core.client.do(
+            wire.Commit, reply.lease, core.session, 0, pack(0), pack(page), pack(FULL), HELD
+        )
+        page += 1
+
+
+def large_block_on_nvme(core: Fixture, retention: int) -> tuple[bytes, int]:
+    """A block of another layout that is on NVMe only; the layout and its session."""
+    large = core.register(layout(2, group=1))
+    session = core.open(b"l" * 16, [large])
+    lease = core.client.do(wire.Reserve, core.client.counter(), large, 1)
+    core.client.write(u64(lease.offsets)[0], 2, 777)
+    core.client.do(wire.Commit, lease.lease, session, 0, pack(0), pack(0), pack(FULL), retention)
+    core.evict()
+    return large, session
+
+
 def test_cached_blocks_leave_before_held_ones(core: Fixture) -> None:
     cached = session(core, "c")
     core.store([0, 1, 2], 100)
@@ -255,12 +283,7 @@ def test_a_load_makes_room_below_the_watermark(core: Fixture) -> None:
 
 def test_a_load_gets_a_slab_from_another_layout_far_below_the_watermark(core: Fixture) -> None:
     small = core.print
-    large = core.register(layout(2, group=1))
-    other = core.open(b"l" * 16, [large])
-    lease = core.client.do(wire.Reserve, core.client.counter(), large, 1)
-    core.client.write(u64(lease.offsets)[0], 2, 777)
-    core.client.do(wire.Commit, lease.lease, other, 0, pack(0), pack(0), pack(FULL), CACHED)
-    core.evict()
+    large, other = large_block_on_nvme(core, CACHED)
     sessions = [session(core, chr(65 + number)) for number in range(20)]
     for which in sessions:
         core.store([0], 500, session=which)
@@ -278,45 +301,16 @@ def test_a_load_gets_a_slab_from_another_layout_far_below_the_watermark(core: Fi
 
 
 def test_something_can_be_promoted_when_both_tiers_are_full_of_held_blocks(core: Fixture) -> None:
-    page = 0
-    while True:
-        counter = core.client.counter()
-        reply = core.client.send(wire.Reserve, counter, core.print, 1, 0, 0, 5.0)
-        core.host.settle(6)
-        lease = core.client.answer(reply)
-        if isinstance(lease, wire.Error):
-            assert lease.code == errors.SpillFull.code
-            break
-        core.client.write(u64(lease.offsets)[0], 1, 100 + page)
-        core.client.do(
-            wire.Commit, lease.lease, core.session, 0, pack(0), pack(page), pack(4), HELD
-        )
-        page += 1
+    page, refusal = fill_with_held(core)
+    assert refusal.code == errors.SpillFull.code
     total = core.host.tenant().arena.slabs * 8 + core.host.disk.geometry.slabs * 8
     assert page >= total * 0.9
     assert core.read(0, page) == [100 + each for each in range(page)]
 
 
 def test_held_blocks_of_other_layouts_never_bar_the_way_to_dram(core: Fixture) -> None:
-    large = core.register(layout(2, group=1))
-    other = core.open(b"l" * 16, [large])
-    lease = core.client.do(wire.Reserve, core.client.counter(), large, 1)
-    core.client.write(u64(lease.offsets)[0], 2, 777)
-    core.client.do(wire.Commit, lease.lease, other, 0, pack(0), pack(0), pack(FULL), HELD)
-    core.evict()
-    page = 0
-    while True:
-        counter = core.client.counter()
-        ask = core.client.send(wire.Reserve, counter, core.print, 1, 0, 0, 5.0)
-        core.host.settle(6)
-        reply = core.client.answer(ask)
-        if isinstance(reply, wire.Error):
-            break
-        core.client.write(u64(reply.offsets)[0], 1, 100 + page)
-        core.client.do(
-            wire.Commit, reply.lease, core.session, 0, pack(0), pack(page), pack(FULL), HELD
-        )
-        page += 1
+    large, other = large_block_on_nvme(core, HELD)
+    page, _ = fill_with_held(core)
     assert page > 2 * 8
     counter = core.client.counter()
     granted = core.client.do(wire.Acquire, counter, other, 0, large, 0, 1)  # and without a wait
@@ -326,12 +320,7 @@ def test_held_blocks_of_other_layouts_never_bar_the_way_to_dram(core: Fixture) -
 
 
 def test_what_has_no_way_to_dram_cannot_be_made_held(core: Fixture) -> None:
-    large = core.register(layout(2, group=1))
-    other = core.open(b"l" * 16, [large])
-    lease = core.client.do(wire.Reserve, core.client.counter(), large, 1)
-    core.client.write(u64(lease.offsets)[0], 2, 777)
-    core.client.do(wire.Commit, lease.lease, other, 0, pack(0), pack(0), pack(FULL), CACHED)
-    core.evict()
+    _, other = large_block_on_nvme(core, CACHED)
     core.store(list(range(20)), 100)
     with refused(errors.SpillFull):
         core.client.do(wire.SetRetention, other, 0, HELD)

@@ -10,8 +10,8 @@ import pytest
 
 from kvtierd import server
 from tests.support.raw import RawClient
+from tests.support.served import Served
 from tests.support.wait import until
-from tests.unit.daemon_host import Served
 
 HELLO = msgpack.packb(["hello", 1, 1, "half", b"g" * 16, b"s" * 16])
 FRAME = struct.pack("<I", len(HELLO)) + HELLO

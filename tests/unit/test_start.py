@@ -13,8 +13,8 @@ from kvtierd.start import Parts, start
 from kvtierd.tiers.errors import StartError
 from kvtierd.tiers.headers import SpillHeaders
 from tests.support.daemon import DaemonProcess
+from tests.support.served import WAIT_S, small_config
 from tests.support.wait import until
-from tests.unit.daemon_host import WAIT_S, small_config
 
 HELD = {"recovery": {"memory": "holder"}}
 TENANTS = [
