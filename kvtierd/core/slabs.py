@@ -10,8 +10,9 @@ is cut into its slots. Slot number = slab * max_slots + place. The word of a slo
 about its state; counters follow it and `recount` checks them.
 
 An empty slab may go to whatever pool needs it, but for one: a pool that is `wanted` (it has blocks
-that may not be dropped) keeps its last slab, or is kept one where it has none. So other pools' HELD
-blocks can never fill an arena in which its own blocks, then all on NVMe, must be readable.
+that may not be dropped) keeps its last slab, or is kept one where it has none, also by pools that
+have empty slabs themselves. So other pools' HELD blocks can never fill an arena in which its own
+blocks, then all on NVMe, must be readable.
 """
 
 import itertools
@@ -83,6 +84,11 @@ class SlabPool:
         return (len(self.free) - len(self.empty)) * self.slots_per_slab
 
     @property
+    def free_in_use(self) -> int:
+        """Free slots of the slabs that are not empty."""
+        return self.counts[FREE] - len(self.empty) * self.slots_per_slab
+
+    @property
     def used(self) -> int:
         """Slots that are not free."""
         return self.total - self.counts[FREE]
@@ -142,15 +148,15 @@ class Slabs:
         """Slabs that other pools than this one are kept."""
         return sum(1 for each in self._parked if each is not pool and each.wanted())
 
-    def spare_slabs(self, pool: SlabPool) -> int:
-        """Slabs that the pool could still take: unassigned ones and empty ones of other pools."""
-        spare = len(self.free_slabs) + self._empty - len(pool.empty)
-        return max(spare - self._kept(pool), 0) if self._parked else spare
+    def usable_slabs(self, pool: SlabPool) -> int:
+        """Slabs without a used slot that the pool may use: unassigned, its own and others' ones."""
+        unused = len(self.free_slabs) + self._empty
+        return max(unused - self._kept(pool), 0) if self._parked else unused
 
     def available(self, pool: SlabPool) -> int:
         """Slots that `alloc` can give the pool now."""
         hidden = sum(pool.free[slab] for slab in pool.draining)
-        return pool.counts[FREE] - hidden + self.spare_slabs(pool) * pool.slots_per_slab
+        return pool.free_in_use - hidden + self.usable_slabs(pool) * pool.slots_per_slab
 
     def alloc(self, pool: SlabPool, n: int, state: int, owner: int, tag: int) -> Slots | None:
         """Take `n` slots; None, and nothing taken, when there are not so many.
@@ -159,6 +165,8 @@ class Slabs:
         """
         if n > self.available(pool):
             return None
+        if self._parked:
+            self._leave_kept(pool)
         value = np.uint64(word(state, owner, tag))
         first = self._neighbours(pool, n)
         if first != NO_SLOT:
@@ -172,6 +180,11 @@ class Slabs:
         pool.counts[FREE] -= n
         pool.counts[state] += n
         return slots
+
+    def _leave_kept(self, pool: SlabPool) -> None:
+        """Give back those of a pool's own empty slabs that other pools are kept."""
+        for slab in list(pool.empty)[self.usable_slabs(pool) :]:
+            self._unassign(pool, slab)
 
     def _neighbours(self, pool: SlabPool, n: int) -> int:
         """The first of `n` free slots beside each other; NO_SLOT when none were found."""
@@ -217,7 +230,7 @@ class Slabs:
                 return NO_SLOT
             base = slab * self.max_slots
             slot = base + int(self.words[base : base + pool.slots_per_slab].argmin())
-        if pool.draining:
+        if pool.draining or (slab in pool.empty and self._parked):
             return NO_SLOT
         words[slot] = value
         pool.next_slot = slot + 1

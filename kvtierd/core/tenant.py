@@ -50,13 +50,13 @@ class Pool:
     @property
     def anchored(self) -> bool:
         """Whether blocks of it that are on NVMe only may be kept: it has, or gets, a DRAM slab."""
-        return bool(self.dram.free) or self.tenant.arena.spare_slabs(self.dram) > 0
+        return self.dram.occupied_total > 0 or self.tenant.arena.usable_slabs(self.dram) > 0
 
     @property
     def dram_capacity(self) -> int:
-        """DRAM slots the pool has or could still take."""
-        spare = self.tenant.arena.spare_slabs(self.dram)
-        return self.dram.total + spare * self.dram.slots_per_slab
+        """DRAM slots of the slabs that the pool uses or could still take."""
+        usable = self.tenant.arena.usable_slabs(self.dram)
+        return self.dram.occupied_total + usable * self.dram.slots_per_slab
 
     @property
     def headroom(self) -> int:
@@ -66,9 +66,10 @@ class Pool:
     @property
     def nvme_available(self) -> int:
         """NVMe slots that can be allocated now, within the tenant's quota."""
-        own = sum(len(pool.nvme.empty) for pool in self.tenant.pools.values() if pool is not self)
-        slabs = min(self.tenant.nvme.spare_slabs(self.nvme), self.tenant.nvme_slabs_left + own)
-        return self.nvme.counts[0] + max(slabs, 0) * self.nvme.slots_per_slab
+        own = sum(len(pool.nvme.empty) for pool in self.tenant.pools.values())
+        left = max(self.tenant.nvme_slabs_left, 0) + own
+        slabs = min(self.tenant.nvme.usable_slabs(self.nvme), left)
+        return self.nvme.free_in_use + slabs * self.nvme.slots_per_slab
 
     @property
     def write_room(self) -> int:

@@ -6,6 +6,7 @@ import pytest
 from kvtierd.core.slabs import (
     FREE,
     NO_OWNER,
+    NO_SLOT,
     QUARANTINED,
     READY,
     WRITING,
@@ -115,6 +116,26 @@ def test_a_pool_that_is_found_without_a_slab_is_kept_one(tier: Tier) -> None:
     assert tier.slabs.available(tier.large) == 4
     tier.large.wanted = lambda: False
     assert tier.slabs.available(tier.small) == 8
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_pool_leaves_its_own_empty_slab_to_one_that_is_kept_one(
+    tier: Tier, one_by_one: bool
+) -> None:
+    slots = tier.take(tier.small, 24)
+    scattered_and_a_slab = slots[[5, 7, *range(8, 16)]]
+    tier.slabs.free(tier.small, scattered_and_a_slab, WRITING)
+    tier.large.wanted = lambda: True
+    tier.slabs.adopt([], tier.large)
+    assert (tier.slabs.available(tier.small), tier.slabs.available(tier.large)) == (2, 4)
+    if one_by_one:
+        value = word(WRITING, 1, 1)
+        assert [tier.slabs.alloc_one(tier.small, value) for _ in range(3)] == [5, 7, NO_SLOT]
+    else:
+        assert tier.slabs.alloc(tier.small, 3, WRITING, 1, 1) is None
+        assert tier.take(tier.small, 2).tolist() == [5, 7]
+    assert tier.slabs.unused_slabs == 0
+    assert (tier.take(tier.large, 4) // 8 == 1).all()
 
 
 def test_what_leaves_less_room_changes_the_epoch(tier: Tier) -> None:
