@@ -103,7 +103,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("what", "owner", "method", "fault"), FAULTS, ids=str)
+@pytest.mark.parametrize(
+    ("what", "owner", "method", "fault"), FAULTS, ids=[each[0] for each in FAULTS]
+)
 def test_a_planted_fault_is_found(what: str, owner: Any, method: str, fault: Any) -> None:
     with mock.patch.object(owner, method, fault), pytest.raises(FOUND):
         without_coverage(TARGETS["protocol"](), SEED, CI_UNITS["protocol"])

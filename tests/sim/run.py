@@ -26,6 +26,8 @@ from tests.sim.watchers import Operator, Probe
 STEPS = 3000
 """Steps of the longest histories before they come to their end."""
 SHORTEST = 50
+BRIEF = 500
+"""Histories of fewer steps have less of everything: whoever comes must also come to rest."""
 CLIENTS = 3
 PATIENCE_S = 600.0
 """Simulated time in which a quiet system must have come to its end."""
@@ -53,7 +55,10 @@ class History:
         self.sim = Sim(seed)
         self.truth = Truth()
         self.host = Host(self.sim)
-        self.clients = CLIENTS if steps >= 500 else CLIENTS - 1
+        brief = steps < BRIEF
+        self.clients = CLIENTS - 1 if brief else CLIENTS
+        self.crews = (1, 1, 1, 2) if brief else (1, 1, 2, 3)
+        """How many actors a client has, to draw from."""
         self.workers: list[Worker] = []
         self.read: dict[bytes, AsyncSession] = {}
         """Sessions whose blocks were all read at the end, by their tokens."""
@@ -112,7 +117,7 @@ class History:
         sim = self.sim
         friends = [] if tenant else self.living
         tenant = tenant or sim.random.choice("aab")
-        count = actors if actors is not None else sim.random.choice((1, 1, 2, 3))
+        count = actors if actors is not None else sim.random.choice(self.crews)
         group = sim.random.randbytes(16)
         if friends and sim.chance(0.4):
             friend = sim.random.choice(friends)

@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.raw import RawClient
 from tests.support.wait import until
 
-START_S = 30.0
+START_S = 120.0
 STOP_S = 30.0
 
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 POLL_S = 0.005
 
 
