@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from tests.fault.cycles import HOUSE_CYCLES, run
+from tests.fault.cycles import HOUSE_CYCLES, Totals, run
 
 
 @click.command()
@@ -20,11 +20,15 @@ def main(cycles: int, seed: int | None, house: int) -> None:
     directory = Path(tempfile.mkdtemp(prefix="kvtierd-fault-"))
     click.echo(f"seed {seed}, files in {directory}")
     began_s = time.monotonic()
-    totals = run(directory, cycles, seed, house)
-    directory.rmdir()
-    for line in totals.lines():
-        click.echo(line)
-    click.echo(f"{time.monotonic() - began_s:12.1f}  seconds; nothing lost, nothing foreign")
+    totals, outcome = Totals(), "and the last cycle broke a promise"
+    try:
+        run(directory, cycles, seed, totals, house)
+        directory.rmdir()
+        outcome = "nothing lost, nothing foreign"
+    finally:
+        for line in totals.lines():
+            click.echo(line)
+        click.echo(f"{time.monotonic() - began_s:12.1f}  seconds; {outcome}")
 
 
 if __name__ == "__main__":

@@ -117,8 +117,9 @@ class WorkerProcess:
             "--until", str(self.house.last_call), *self.options,
         ]  # fmt: skip
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self.house.log, stderr=self.house.log
-        )
+            command, stdin=subprocess.DEVNULL, stdout=self.house.log, stderr=self.house.log,
+            start_new_session=True,  # else the end of our shell sends SIGCONT to who is stopped
+        )  # fmt: skip
 
     def kill(self) -> None:
         """kill -9."""
@@ -411,9 +412,11 @@ def resume(client: Client, token: str) -> Handle | None:
         return None
 
 
-def run(directory: Path, cycles: int, seed: int, house_cycles: int = HOUSE_CYCLES) -> Totals:
-    """Kill so often. Errors: AssertionError, with the files left as they are."""
-    totals, chance, settings = Totals(), random.Random(seed), Setting.all()
+def run(
+    directory: Path, cycles: int, seed: int, totals: Totals, house_cycles: int = HOUSE_CYCLES
+) -> None:
+    """Kill so often, and count. Errors: AssertionError, with the files left as they are."""
+    chance, settings = random.Random(seed), Setting.all()
     for number in range(-(-cycles // house_cycles)):
         setting = settings[number % len(settings)]
         place = f"seed {seed}, house {number} ({setting})"
@@ -428,7 +431,6 @@ def run(directory: Path, cycles: int, seed: int, house_cycles: int = HOUSE_CYCLE
         finally:
             house.close()
         shutil.rmtree(house.directory)
-    return totals
 
 
 @contextlib.contextmanager

@@ -110,8 +110,8 @@ class Branches(Writing):
     async def prune(self) -> None:
         """A branch ends, or only what goes on from its last fork."""
         session, node = self.mine(), self.node()
-        children = session.forks_of(node)
-        if children and not node.ended and self.sim.chance(0.5):
+        forked = any(each.parent is node and each.sure for each in session.nodes.values())
+        if forked and not node.ended and self.sim.chance(0.5):
             node.ended, node.sure = True, False
             self._trim(session, node, surely=False)
             await self.handle.prune(node.id, subtree=False)

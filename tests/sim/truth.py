@@ -201,10 +201,6 @@ class Session:
                 cell.torn |= not durable
         self.holds.clear()
 
-    def forks_of(self, node: Node) -> list[int]:
-        """Where its children leave a node."""
-        return [each.fork for each in self.nodes.values() if each.parent is node]
-
     def below(self, node: Node) -> list[Node]:
         """A node and all below it."""
         return [x for x in self.nodes.values() if any(y is node for y, _ in x.lineage())]
