@@ -9,10 +9,9 @@ A payload is cut into slabs; a slab in use belongs to one SlabPool (one layout o
 is cut into its slots. Slot number = slab * max_slots + place. The word of a slot is the truth
 about its state; counters follow it and `recount` checks them.
 
-An empty slab may go to whatever pool needs it, but for one: a pool that is `wanted` (it has blocks
-that may not be dropped) keeps its last slab, or is kept one where it has none, also by pools that
-have empty slabs themselves. So other pools' HELD blocks can never fill an arena in which its own
-blocks, then all on NVMe, must be readable.
+A slab without a used slot may go to whatever pool needs it, its last owner or another one, but for
+those that are `kept` for others: so many as the others must be able to get, for what was promised
+to them.
 """
 
 import itertools
@@ -54,8 +53,8 @@ def ready_words(seqs: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words
 
 
-def _no_blocks() -> bool:
-    return False
+def _none(pool: "SlabPool") -> int:
+    return 0
 
 
 class SlabPool:
@@ -71,7 +70,6 @@ class SlabPool:
         self.draining: set[int] = set()  # slabs being emptied for another pool
         self.counts = [0] * STATES  # slots by state
         self.next_slot = 0  # where the short path looks first
-        self.wanted: Callable[[], bool] = _no_blocks  # whether it must always have a slab
 
     @property
     def total(self) -> int:
@@ -113,7 +111,7 @@ class Slabs:
         self.free_slabs = list(range(slabs - 1, -1, -1))
         self.pool_of: list[SlabPool | None] = [None] * slabs
         self._empty = 0  # empty slabs of all pools
-        self._parked: dict[SlabPool, None] = {}  # pools that have had slots in use, and have none
+        self.kept: Callable[[SlabPool], int] = _none  # unused slabs that are not for this pool
         self.epoch = 0  # counts whatever may have left a pool less room than it had
         self._on_assign = on_assign
 
@@ -135,23 +133,17 @@ class Slabs:
             if counts[FREE] == pool.slots_per_slab:
                 pool.empty[slab] = None
                 self._empty += 1
-        if len(pool.empty) == len(pool.free):
-            self._parked[pool] = None
         self.epoch += 1
 
     @property
     def unused_slabs(self) -> int:
-        """Slabs without a used slot that no pool in particular is kept."""
-        return len(self.free_slabs) + self._empty - self._kept(None)
-
-    def _kept(self, pool: SlabPool | None) -> int:
-        """Slabs that other pools than this one are kept."""
-        return sum(1 for each in self._parked if each is not pool and each.wanted())
+        """Slabs without a used slot: unassigned ones and empty ones."""
+        return len(self.free_slabs) + self._empty
 
     def usable_slabs(self, pool: SlabPool) -> int:
         """Slabs without a used slot that the pool may use: unassigned, its own and others' ones."""
-        unused = len(self.free_slabs) + self._empty
-        return max(unused - self._kept(pool), 0) if self._parked else unused
+        unused = self.unused_slabs
+        return max(unused - self.kept(pool), 0) if unused else 0
 
     def available(self, pool: SlabPool) -> int:
         """Slots that `alloc` can give the pool now."""
@@ -165,7 +157,7 @@ class Slabs:
         """
         if n > self.available(pool):
             return None
-        if self._parked:
+        if pool.empty:
             self._leave_kept(pool)
         value = np.uint64(word(state, owner, tag))
         first = self._neighbours(pool, n)
@@ -182,7 +174,7 @@ class Slabs:
         return slots
 
     def _leave_kept(self, pool: SlabPool) -> None:
-        """Give back those of a pool's own empty slabs that other pools are kept."""
+        """Give back those of a pool's own empty slabs that are kept for others."""
         for slab in list(pool.empty)[self.usable_slabs(pool) :]:
             self._unassign(pool, slab)
 
@@ -230,7 +222,7 @@ class Slabs:
                 return NO_SLOT
             base = slab * self.max_slots
             slot = base + int(self.words[base : base + pool.slots_per_slab].argmin())
-        if pool.draining or (slab in pool.empty and self._parked):
+        if pool.draining or slab in pool.empty:
             return NO_SLOT
         words[slot] = value
         pool.next_slot = slot + 1
@@ -243,7 +235,6 @@ class Slabs:
         if slab in pool.empty:
             del pool.empty[slab]
             self._empty -= 1
-            self._parked.pop(pool, None)
             self.epoch += 1
         left = pool.free[slab] - n
         pool.free[slab] = left
@@ -268,9 +259,7 @@ class Slabs:
 
     def _empty_of_others(self, pool: SlabPool) -> Iterator[tuple[SlabPool, int]]:
         for slab, other in enumerate(self.pool_of):
-            if other is None or other is pool or slab not in other.empty:
-                continue
-            if len(other.free) > 1 or not other.wanted():
+            if other is not None and other is not pool and slab in other.empty:
                 yield other, slab
 
     def _unassign(self, pool: SlabPool, slab: int) -> None:
@@ -327,8 +316,6 @@ class Slabs:
         if free == pool.slots_per_slab:
             pool.empty[slab] = None
             self._empty += 1
-            if len(pool.empty) == len(pool.free):
-                self._parked[pool] = None
 
     def drain(self, pool: SlabPool, slab: int) -> None:
         """Allocate no more from a slab; it goes to all pools once it is empty."""

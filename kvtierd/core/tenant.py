@@ -4,8 +4,9 @@ Admission is one inequality per pool: HELD blocks + slots being written + quaran
 promises must fit the pool's share of both tiers, less the exchange headroom. It does not depend on
 where blocks are now, so that eviction can always make it true.
 
-A pool with HELD blocks always has a DRAM slab, or is kept one (`SlabPool.wanted`): whatever other
-layouts store, its blocks can be brought to DRAM one after the other.
+What a pool's own slabs do not hold of it, unused slabs must; so many of them are kept for it when
+other pools allocate, and at least one for a pool with HELD blocks that has no DRAM slab in use:
+whatever other layouts store, its blocks can be brought to DRAM one after the other.
 """
 
 import math
@@ -41,11 +42,11 @@ class Pool:
         self.moving = 0  # rows being demoted: their DRAM slots will be free
         self._slack = 0  # slots that can be granted without looking again, in `_epoch`
         self._epoch = -1
-        dram.wanted = self._has_kept
 
-    def _has_kept(self) -> bool:
-        """Whether it has blocks that may not be dropped: they must always find a way to DRAM."""
-        return self.held > 0
+    @property
+    def stranded(self) -> bool:
+        """Whether it has blocks that may not be dropped, and no slab through which to read them."""
+        return self.held > 0 and not self.dram.occupied_total
 
     @property
     def anchored(self) -> bool:
@@ -61,7 +62,8 @@ class Pool:
     @property
     def headroom(self) -> int:
         """DRAM slots that only blocks with an NVMe copy may use, so that exchange goes on."""
-        return max(1, math.ceil(self.tenant.headroom * self.dram_capacity))
+        slots = self.dram.occupied_total + self.tenant.arena.unused_slabs * self.dram.slots_per_slab
+        return max(1, math.ceil(self.tenant.headroom * slots))
 
     @property
     def nvme_available(self) -> int:
@@ -82,13 +84,13 @@ class Pool:
         """Whether `n` more slots may be granted; the short path, that seldom looks closely.
 
         False does not mean that there is no room, only that `admits` and `write_room` must say."""
-        epoch = self.tenant.arena.epoch + self.tenant.nvme.epoch
-        if self._epoch != epoch or self._slack < n:
+        tenant = self.tenant
+        if self._epoch != tenant.epoch or self._slack < n:
             self._slack = min(self.write_room, max(n, SLACK_MAX))
-            self._epoch = epoch
-            if self._slack < n or self.tenant.quarantined_bytes() or not self.admits(self._slack):
+            if self._slack < n or tenant.quarantined_bytes() or not self.admits(self._slack):
                 self._epoch = -1
                 return False
+            self._epoch = tenant.epoch
         self._slack -= n
         return True
 
@@ -98,11 +100,18 @@ class Pool:
         counts = self.dram.counts
         return self.held + counts[WRITING] + counts[QUARANTINED] + self.promised
 
+    def _holds(self, n: int) -> bool:
+        """Whether the slabs that the pool uses now have a place for `n` more blocks."""
+        return self.demand + n <= self.own_places
+
+    @property
+    def own_places(self) -> int:
+        """Blocks that the slabs in use can hold in either tier, so that exchange still goes on."""
+        return self.dram.occupied_total + self.nvme.occupied_total - self.headroom
+
     def admits(self, n: int) -> bool:
         """Whether `n` more blocks can be promised a place in some tier."""
-        if self.demand + n <= self.dram.occupied_total + self.nvme.occupied_total - self.headroom:
-            return True
-        return self.tenant.admits({self.number: n})
+        return self._holds(n) or self.tenant.admits({self.number: n}, self.number)
 
 
 class Tenant:
@@ -118,6 +127,7 @@ class Tenant:
         headroom: float,
     ) -> None:
         self.name, self.number, self.arena, self.nvme = name, number, arena, nvme
+        arena.kept = self._kept_slabs
         self.nvme_quota_bytes = nvme_quota_bytes
         self.headroom = headroom
         self.pools: dict[bytes, Pool] = {}
@@ -126,6 +136,8 @@ class Tenant:
         self.groups: dict[bytes, Group] = {}
         self.members: dict[int, Member] = {}
         self.leases: dict[int, Lease] = {}
+        self._shares = 0  # counts how often unused slabs were promised to another pool than before
+        self._sharer = -1  # the number of the pool that they were last promised to
         self.waiting = Waiting()
         self.loading: list[Ticket] = []
         self.pressure = False
@@ -135,32 +147,59 @@ class Tenant:
         self.spill_fails = False  # the last demotion could not write all its blocks
 
     @property
+    def epoch(self) -> int:
+        """Another number when a pool may have less room than it had."""
+        return self.arena.epoch + self.nvme.epoch + self._shares
+
+    @property
     def nvme_slabs_left(self) -> int:
         """NVMe slabs that the quota still allows."""
         have = sum(len(pool.nvme.free) for pool in self.pools.values())
         return self.nvme_quota_bytes // self.nvme.slab_bytes - have
 
-    def admits(self, extra: dict[int, int]) -> bool:
+    def admits(self, extra: dict[int, int], sharer: int = -1) -> bool:
         """Whether all pools' demands, and `extra` more blocks by pool number, have a place.
 
         A slab that is in use counts for its pool alone; unused ones go to whoever is short."""
-        dram_slabs = self.arena.unused_slabs
+        if self._missing_slabs(list(self.pools.values()), extra) > self.arena.unused_slabs:
+            return False
+        if sharer < 0 or sharer != self._sharer:
+            self._sharer = sharer
+            self._shares += 1
+        return True
+
+    def _missing_slabs(self, pools: list[Pool], extra: dict[int, int]) -> int:
+        """Unused DRAM slabs that pools need for their demands, once NVMe's are shared out too."""
         own = sum(len(pool.nvme.empty) for pool in self.pools.values())
         nvme_slabs = min(self.nvme.unused_slabs, max(self.nvme_slabs_left, 0) + own)
-        for pool in self.pools.values():
+        dram_slabs = 0
+        for pool in pools:
             demand = pool.demand + extra.get(pool.number, 0)
-            have = pool.dram.occupied_total + pool.nvme.occupied_total - pool.headroom
-            if pool.held and not pool.dram.occupied_total:
-                have += pool.dram.slots_per_slab  # of the slab that it is kept
-            short = demand - have
-            if not demand or short <= 0:
+            if not demand:
+                continue
+            short = demand - pool.own_places
+            if pool.stranded:
+                dram_slabs += 1
+                short -= pool.dram.slots_per_slab
+            if short <= 0:
                 continue
             take = min(nvme_slabs, math.ceil(short / pool.nvme.slots_per_slab))
             nvme_slabs -= take
             short -= take * pool.nvme.slots_per_slab
             if short > 0:
-                dram_slabs -= math.ceil(short / pool.dram.slots_per_slab)
-        return dram_slabs >= 0
+                dram_slabs += math.ceil(short / pool.dram.slots_per_slab)
+        return dram_slabs
+
+    def _kept_slabs(self, dram: SlabPool) -> int:
+        """Unused DRAM slabs that a pool must leave to the others; a stranded one leaves only those
+        that others need to be no longer stranded."""
+        if len(self.pools) < 2:
+            return 0
+        mine = next((pool for pool in self.pools.values() if pool.dram is dram), None)
+        others = [pool for pool in self.pools.values() if pool is not mine]
+        if mine is not None and mine.stranded:
+            return sum(pool.stranded for pool in others)
+        return self._missing_slabs(others, {})
 
     def keeps(self, extra: dict[int, int]) -> bool:
         """Whether so many stored blocks more, wherever they are, may be kept from now on."""

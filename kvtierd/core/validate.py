@@ -25,7 +25,8 @@ def validate(world: World) -> None:
     _check_batches(world, used)
     for tenant in world.tenants.values():
         _check_waiting(tenant)
-        assert tenant.arena.unused_slabs >= 0, "HELD blocks of a layout have no way to DRAM"
+        stranded = sum(pool.stranded for pool in tenant.pools.values())
+        assert stranded <= tenant.arena.unused_slabs, "HELD blocks of a layout have no way to DRAM"
     for pool in world.pools:
         rows = used[world.table.pool[used] == pool.number]
         _check_tier(pool.tenant.arena, pool.dram, world.table.dram, rows)

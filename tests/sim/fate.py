@@ -97,7 +97,8 @@ class Fate:
     def stick(self) -> None:
         """The disk ends nothing for a while."""
         self.history.counts["disk stuck"] += 1
-        self.sim.stuck_until_s = self.sim.now_s + self.sim.random.choice(STUCK_S)
+        until_s = self.sim.now_s + self.sim.random.choice(STUCK_S)
+        self.sim.stuck_until_s = max(self.sim.stuck_until_s, until_s)
 
     def jump(self) -> None:
         """Somebody sets the wall clock."""

@@ -97,25 +97,14 @@ def test_a_drained_slab_gives_no_more_slots_and_goes_when_it_is_empty(tier: Tier
     assert (0, None) in tier.assigned
 
 
-def test_a_pool_whose_blocks_must_be_readable_keeps_its_last_slab(tier: Tier) -> None:
-    tier.large.wanted = lambda: True
+def test_slabs_that_are_kept_for_others_are_not_taken(tier: Tier) -> None:
+    tier.slabs.kept = lambda pool: int(pool is tier.small)
     slots = np.concatenate([tier.take(tier.large, 4), tier.take(tier.large, 4)])
     tier.slabs.free(tier.large, slots, WRITING)
     assert tier.slabs.available(tier.small) == 16
-    assert tier.slabs.unused_slabs == 2
     tier.take(tier.small, 16)
     assert tier.slabs.alloc(tier.small, 1, WRITING, 1, 1) is None
     assert len(tier.take(tier.large, 4)) == 4
-
-
-def test_a_pool_that_is_found_without_a_slab_is_kept_one(tier: Tier) -> None:
-    tier.large.wanted = lambda: True
-    tier.slabs.adopt([], tier.large)
-    assert tier.slabs.available(tier.small) == 16
-    tier.take(tier.small, 16)
-    assert tier.slabs.available(tier.large) == 4
-    tier.large.wanted = lambda: False
-    assert tier.slabs.available(tier.small) == 8
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -125,8 +114,7 @@ def test_a_pool_leaves_its_own_empty_slab_to_one_that_is_kept_one(
     slots = tier.take(tier.small, 24)
     scattered_and_a_slab = slots[[5, 7, *range(8, 16)]]
     tier.slabs.free(tier.small, scattered_and_a_slab, WRITING)
-    tier.large.wanted = lambda: True
-    tier.slabs.adopt([], tier.large)
+    tier.slabs.kept = lambda pool: int(pool is tier.small)
     assert (tier.slabs.available(tier.small), tier.slabs.available(tier.large)) == (2, 4)
     if one_by_one:
         value = word(WRITING, 1, 1)
@@ -134,7 +122,6 @@ def test_a_pool_leaves_its_own_empty_slab_to_one_that_is_kept_one(
     else:
         assert tier.slabs.alloc(tier.small, 3, WRITING, 1, 1) is None
         assert tier.take(tier.small, 2).tolist() == [5, 7]
-    assert tier.slabs.unused_slabs == 0
     assert (tier.take(tier.large, 4) // 8 == 1).all()
 
 
