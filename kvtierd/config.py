@@ -22,7 +22,7 @@ HUGE_PAGE_BYTES = 2 * MIB
 PAGE_BYTES = 4096
 SLOTS_PER_SLAB_MAX = 65536
 SOCKET_PATH_BYTES_MAX = 107  # sun_path holds 108 with its terminating zero
-MAY_BE_NEVER = ("recovery.orphan_ttl", "scrub.interval")
+MAY_BE_NEVER = ("recovery.orphan_ttl", "scrub.interval", "limits.fold_grace_max")
 FRAME_OVERHEAD_BYTES = 4096  # what a frame carries beside a blob
 
 Effort = Literal["try", "require", "off"]
@@ -107,6 +107,7 @@ class LimitsConfig(Section, frozen=True):
     wait_max_s: Seconds = msgspec.field(default=Seconds(60), name="wait_max")
     sessions_per_tenant: int = 100_000
     nodes_per_session: int = 4096
+    fold_grace_max_s: Seconds = msgspec.field(default=Seconds(math.inf), name="fold_grace_max")
     blob_bytes: Size = Size(MIB)
     connections: int = 2048
     groups: int = 256

@@ -17,7 +17,7 @@ from kvtier_client.errors import Internal, KvtierError, NotOwner, ShuttingDown, 
 from kvtierd import __version__, systemd
 from kvtierd import config as configuration
 from kvtierd.catalog.errors import CatalogError, CatalogFull
-from kvtierd.catalog.rows import BlobRecord, Op, SaveIdle
+from kvtierd.catalog.rows import BlobRecord, Op, SaveClock, SaveIdle
 from kvtierd.catalog.writer import CatalogWriter
 from kvtierd.config import Config, ConfigError
 from kvtierd.connection import Connection
@@ -41,10 +41,11 @@ from kvtierd.tiers.records import ClientRecord, SlabEntry
 from kvtierd.turns import Turns
 
 TICK_S: Final = 0.05
-SAVE_IDLE_S: Final = 30.0
+SAVE_TIMES_S: Final = 30.0
 STORED_VERBS: Final = {
     wire.RegisterLayout, wire.OpenSession, wire.ResumeSession, wire.CloseSession, wire.Fork,
-    wire.Prune, wire.SetRetention, wire.SetPriority, wire.PutBlob, wire.Hold, wire.Unhold,
+    wire.Prune, wire.SetRetention, wire.Fold, wire.Unfold, wire.SetPriority, wire.PutBlob,
+    wire.Hold, wire.Unhold,
 }  # fmt: skip
 """What they say is so must be in the catalog, also where it was so before: a repeat, or the same
 request of another client, is not answered before the changes of the first one are stored."""
@@ -120,7 +121,7 @@ class Daemon:
         await self._shut_down()
 
     async def _tick(self) -> None:
-        next_save_s = self._loop.time() + SAVE_IDLE_S
+        next_save_s = self._loop.time() + SAVE_TIMES_S
         while True:
             await asyncio.sleep(TICK_S)
             now_s = self._loop.time()
@@ -134,19 +135,20 @@ class Daemon:
             for listener in self._listeners:
                 listener.close_partial(now_s)
             if now_s >= next_save_s:
-                next_save_s = now_s + SAVE_IDLE_S
-                self._save_idle(now_s)
+                next_save_s = now_s + SAVE_TIMES_S
+                self._save_times(now_s)
             elif self.unsaved:
                 self._save([], lambda error: None)  # nobody waits for it
 
-    def _save_idle(self, now_s: float) -> None:
+    def _save_times(self, now_s: float) -> None:
         idle = tuple(
             (tenant.name, session.token_hash, now_s - session.idle_since_s)
             for tenant in self.state.world.tenants.values()
             for session in tenant.sessions.values()
             if not session.groups
         )
-        self._save([SaveIdle(idle)] if idle else [], None)
+        ran_s = now_s + self.state.world.ran_offset_s
+        self._save([SaveClock(ran_s), *([SaveIdle(idle)] if idle else [])], None)
 
     # ---------------------------------------------------------------- stop
 
@@ -164,7 +166,7 @@ class Daemon:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5 * left_s):
                 await self.mover.idle.wait()
-        self._save_idle(self._loop.time())
+        self._save_times(self._loop.time())
         self._watch.close()
         self.mover.close()
         spill = await asyncio.to_thread(self.parts.spill.close, 0.3 * left_s)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier_client import admin_wire
 from kvtier_client.errors import InvalidArgument
 from kvtierd import __version__
-from kvtierd.core import report
+from kvtierd.core import report, report_tree
 
 if TYPE_CHECKING:
     from kvtierd.daemon import Daemon
@@ -24,7 +24,7 @@ class Operator:
             admin_wire.Stats: lambda req: self.stats(),
             admin_wire.Sessions: lambda req: report.sessions(self._world, req.tenant),
             admin_wire.Clients: lambda req: self._clients(),
-            admin_wire.Tree: lambda req: report.tree(self._world, req.session),
+            admin_wire.Tree: lambda req: report_tree.tree(self._world, req.session),
             admin_wire.Evict: self._evict,
             admin_wire.Scrub: self._scrub,
             admin_wire.Reload: lambda req: daemon.reload(),

@@ -33,6 +33,21 @@ def _save_nodes(action: act.SaveNodes) -> rows.Op:
     )
 
 
+def _save_fold(action: act.SaveFold) -> rows.Op:
+    session, fold = action.node.session, action.fold
+    record = rows.FoldRecord(
+        action.node.id, fold.first, fold.end, fold.seq, int(fold.state), fold.grace_s,
+        action.until_ran_s, fold.kept,
+    )  # fmt: skip
+    return rows.SaveFold(session.tenant.name, session.token_hash, record)
+
+
+def _drop_folds(action: act.DropFolds) -> rows.Op:
+    session = action.nodes[0].session
+    ids = tuple(node.id for node in action.nodes)
+    return rows.DropFolds(session.tenant.name, session.token_hash, ids)
+
+
 def _drop_nodes(action: act.DropNodes) -> rows.Op:
     session = action.session
     return rows.DropNodes(session.tenant.name, session.token_hash, tuple(action.nodes))
@@ -72,6 +87,8 @@ def _save_scrub(action: act.SaveScrub) -> rows.Op:
 _OPS: Final[dict[type, Callable[[Any], rows.Op]]] = {
     act.SaveSession: _save_session,
     act.SaveNodes: _save_nodes,
+    act.SaveFold: _save_fold,
+    act.DropFolds: _drop_folds,
     act.DropNodes: _drop_nodes,
     act.DropSession: _drop_session,
     act.ForgetSession: _forget_session,

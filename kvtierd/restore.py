@@ -20,6 +20,7 @@ from kvtierd.core.recover import Outcome, Recovery
 from kvtierd.core.slabs import CLEARING, Slabs, word
 from kvtierd.core.state import State
 from kvtierd.core.tenant import Pool, Tenant
+from kvtierd.core.tree import Fold, FoldState
 from kvtierd.server import process_start_time
 from kvtierd.tiers import bodies as b
 from kvtierd.tiers.arena import Arena
@@ -126,7 +127,12 @@ class Restore:
         for record in snapshot.layouts:
             if record.tenant in tenants:
                 self.state.sessions.add_pool(tenants[record.tenant], record.layout)
-        sessions = [(s.tenant, _session(s)) for s in snapshot.sessions if s.tenant in tenants]
+        world = self.state.world
+        world.ran_offset_s = snapshot.ran_s - world.now_s
+        sessions = [
+            (s.tenant, _session(s, world.ran_offset_s))
+            for s in snapshot.sessions if s.tenant in tenants
+        ]  # fmt: skip
         for name, session in sessions:
             if not session.closed and not tenants[name].pools.keys() >= set(session.layouts):
                 raise CatalogDamaged(
@@ -289,12 +295,19 @@ def _found(scan: Scan, pools: NDArray[np.uint32], lost: NDArray[np.bool_], in_dr
     )
 
 
-def _session(record: SessionRecord) -> FoundSession:
+def _session(record: SessionRecord, ran_offset_s: float) -> FoundSession:
     nodes = [
         FoundNode(n.node, n.parent, n.fork_tokens, n.retention, n.retention_seq, n.ended)
         for n in record.nodes
     ]
+    folds = [
+        (f.node, Fold(
+            f.first, f.end, f.seq, FoldState(f.state), f.grace_s, f.until_s - ran_offset_s, f.kept
+        ))
+        for f in record.folds
+    ]  # fmt: skip
     return FoundSession(
         record.session, record.name, record.priority, list(record.layouts), record.since_seq,
         record.idle_s, record.closed, nodes, record.pruned, record.blob_versions, record.holds,
+        folds,
     )  # fmt: skip

@@ -301,6 +301,7 @@ def core_limits(config: Config) -> CoreLimits:
         end_to_end=config.integrity == "end_to_end",
         scrub_rate_bytes=int(config.scrub.rate_bytes),
         scrub_interval_s=float(config.scrub.interval_s),
+        fold_grace_max_s=float(limits.fold_grace_max_s),
     )
 
 

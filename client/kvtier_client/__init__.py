@@ -2,9 +2,9 @@
 
 `Client` is the sync shell; the async one is `kvtier_client.aio.AsyncClient`, the admin socket's is
 `kvtier_client.admin.AdminClient`. A newcomer's map: `client.py` and `aio.py` are what callers
-hold; `ops.py`, `swap.py` and `keyed.py` are what they do; `core.py`, `leases.py`, `pool.py` and
-`ahead.py` what they know; `protocol.py` and `wire.py` what goes over the socket; `arena.py`,
-`records.py` and `cuda.py` where bytes are copied, `crew.py` by how many threads.
+hold; `ops.py`, `folds.py`, `swap.py` and `keyed.py` are what they do; `core.py`, `leases.py`,
+`pool.py` and `ahead.py` what they know; `protocol.py` and `wire.py` what goes over the socket;
+`arena.py`, `records.py` and `cuda.py` where bytes are copied, `crew.py` by how many threads.
 
 The names below are loaded when they are first used, so that tools which need only a part (the
 daemon its wire, `kvtierctl` the admin client) do not pay for numpy.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtier_client.client import Client, ReadLease, Session, Ticket, WriteLease
-    from kvtier_client.core import Counters, NodeState, TicketResult
+    from kvtier_client.core import Counters, Folded, NodeState, TicketResult, Unfolded
     from kvtier_client.cost import Action, CostModel, Decision
     from kvtier_client.errors import (
         ArenaFull,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "client": "Client ReadLease Session Ticket WriteLease",
-    "core": "Counters NodeState TicketResult",
+    "core": "Counters Folded NodeState TicketResult Unfolded",
     "cost": "Action CostModel Decision",
     "wire": "CACHED HELD NO_NODE TIER_DRAM TIER_LOST TIER_NONE TIER_NVME Layout Limits",
 }
@@ -83,6 +83,7 @@ __all__ = [
     "DaemonError",
     "DataError",
     "Decision",
+    "Folded",
     "Internal",
     "InvalidArgument",
     "KvtierError",
@@ -104,6 +105,7 @@ __all__ = [
     "TicketResult",
     "Timeout",
     "TransportError",
+    "Unfolded",
     "UnknownBranch",
     "UnknownSession",
     "WriteLease",

@@ -18,8 +18,8 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier_client import keyed, ops, swap, wire
-from kvtier_client.core import DEFAULT_DEADLINE_S, NodeState, TicketResult
+from kvtier_client import folds, keyed, ops, swap, wire
+from kvtier_client.core import DEFAULT_DEADLINE_S, NodeState, TicketResult, Unfolded
 from kvtier_client.errors import TransportError
 from kvtier_client.handles import (
     ClientState,
@@ -222,6 +222,22 @@ class AsyncSession(SessionState):
         """Make the blocks of a node (None: of all) HELD or CACHED; returns how many."""
         place = wire.NO_NODE if node is None else node
         return await self._run(ops.simple(self._session, wire.SetRetention, place, retention))
+
+    async def fold(
+        self,
+        node: int,
+        pages: tuple[int, int],
+        grace_s: float,
+        *,
+        kept: int = 0,
+        ack: bool = True,
+    ) -> int:
+        """Let go of folded pages `(first, last)` of a branch after `grace_s`."""
+        return await self._run(folds.fold(self._session, node, pages, grace_s, kept, ack))
+
+    async def unfold(self, node: int, pages: tuple[int, int]) -> Unfolded:
+        """Keep pages `(first, last)` of a branch again, and start to bring them to DRAM."""
+        return await self._run(folds.unfold(self._session, node, pages))
 
     async def put_blob(self, data: bytes, node: int | None = None, *, version: int) -> None:
         """Replace the blob of the session or a node; a version not above the stored is a repeat."""

@@ -18,9 +18,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier_client import keyed, ops, swap, wire
+from kvtier_client import folds, keyed, ops, swap, wire
 from kvtier_client.blocking import Driver
-from kvtier_client.core import DEFAULT_DEADLINE_S, NodeState, TicketResult
+from kvtier_client.core import DEFAULT_DEADLINE_S, NodeState, TicketResult, Unfolded
 from kvtier_client.errors import TransportError
 from kvtier_client.handles import (
     ClientState,
@@ -169,7 +169,8 @@ class Client(ClientState):
         """Store the blocks of those keys that are not stored yet; returns how many were.
 
         `pages` is each key's place in its prefix (default 0, 1, …), so that tails are dropped
-        before heads. Errors: ArenaFull; QuotaExceeded.
+        before heads. Records may be a callable as for `swap_out`; it is asked for what is stored.
+        Errors: ArenaFull; QuotaExceeded.
         """
         return self._run(keyed.put_keys(self._core, layout, keys, records, pages, valid, wait_s))
 
@@ -220,6 +221,37 @@ class Session(SessionState):
         """Make the blocks of a node (None: of all) HELD or CACHED; returns how many."""
         place = wire.NO_NODE if node is None else node
         return self._run(ops.simple(self._session, wire.SetRetention, place, retention))
+
+    def fold(
+        self,
+        node: int,
+        pages: tuple[int, int],
+        grace_s: float,
+        *,
+        kept: int = 0,
+        ack: bool = True,
+    ) -> int:
+        """Let go of folded pages `(first, last)` of a branch (`last` excluded) after `grace_s`.
+
+        They are HELD for `grace_s` of the daemon's running time (0: not at all, `math.inf`: until
+        they are unfolded or their session ends), and may be dropped from then on. While that time
+        runs, the same call again changes nothing. `kept` says how many entries of them the engine
+        keeps, for who looks at the tree. Pages that were folded together are named together.
+        `ack=False` waits for no answer: `flush()` raises a failure, and what a crash forgets stays
+        HELD. Returns how many blocks they have (0 without `ack`).
+        Errors: UnknownBranch; InvalidArgument; SpillFull when they were CACHED and cannot be HELD.
+        """
+        return self._run(folds.fold(self._session, node, pages, grace_s, kept, ack))
+
+    def unfold(self, node: int, pages: tuple[int, int]) -> Unfolded:
+        """Keep pages `(first, last)` of a branch again, and start to bring them to DRAM.
+
+        Within the grace period of their fold none is gone; after it that is a result, no error.
+        What is not gone is HELD from now on. May be repeated.
+        Errors: UnknownBranch; InvalidArgument; SpillFull, with nothing changed, when what is there
+        cannot be HELD.
+        """
+        return self._run(folds.unfold(self._session, node, pages))
 
     def put_blob(self, data: bytes, node: int | None = None, *, version: int) -> None:
         """Replace the blob of the session or a node; a version not above the stored is a repeat."""

@@ -26,6 +26,31 @@ FAILURES_LIMIT: Final = 1024
 """Failures of one-way commits that are kept until `flush`; older ones are only counted."""
 
 
+class Folded(msgspec.Struct, frozen=True):
+    """Pages `(first, last)` (`last` excluded) of a node that are folded.
+
+    `kept` entries of them stayed with the engine. While `grace_left_s` is above 0 they are HELD; at
+    0 they may be dropped. Units: seconds of the daemon's running time, `math.inf` for no end.
+    """
+
+    pages: tuple[int, int]
+    kept: int
+    grace_left_s: float
+
+
+class Unfolded(msgspec.Struct, frozen=True):
+    """What was still there of folded pages `(first, last)`, all of it HELD now.
+
+    `leading` pages from the first on are there, in all parts of the session; `gone` are those that
+    are not. `loading` blocks are on their way from a slower tier.
+    """
+
+    pages: tuple[int, int]
+    leading: int
+    gone: tuple[int, ...]
+    loading: int
+
+
 class NodeState(msgspec.Struct, frozen=True):
     """One node of a session and what is stored of it.
 
@@ -42,6 +67,7 @@ class NodeState(msgspec.Struct, frozen=True):
     pages: tuple[Any, ...]
     valid: tuple[Any, ...]
     tiers: tuple[Any, ...]
+    folds: tuple[Folded, ...] = ()
 
 
 class TicketResult(msgspec.Struct, frozen=True):
@@ -59,6 +85,8 @@ class Counters:
         self.swapped_in_bytes = 0
         self.put_bytes = 0
         self.got_bytes = 0
+        self.restored_bytes = 0
+        """Keyed blocks that had to come back from a slower tier before they were got."""
         self.read_ahead_blocks = 0
         self.changed_blocks = 0
         """Keyed blocks that were not what had been put: misses."""
@@ -138,7 +166,13 @@ class Core:
             self.stats.requests += 1
             request = kind(self.protocol.next_id(), *fields)
             self.before(request)
-            return self.protocol.submit(request, lease, oneway=True, lazily=lazily)
+            owner = self if lease is None else lease
+            return self.protocol.submit(request, owner, oneway=True, lazily=lazily)
+
+    def settled(self, pending: Pending) -> None:
+        """A one-way request about no lease has ended; `flush` tells of its failure."""
+        if pending.error is not None:
+            self.failures.append(pending.error)
 
     def before(self, request: wire.Request) -> None:
         """Nothing of a session that a request changes is read from what was leased before."""

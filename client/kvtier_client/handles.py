@@ -13,7 +13,7 @@ from kvtier_client.crew import usual_threads
 from kvtier_client.errors import InvalidArgument
 from kvtier_client.leases import Lease
 from kvtier_client.ops import SessionCore
-from kvtier_client.protocol import Pending
+from kvtier_client.protocol import Pending, Phase
 
 
 class ClientState:
@@ -21,6 +21,11 @@ class ClientState:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection just now; a call makes one where there is none."""
+        return self._core.protocol.phase is Phase.READY
 
     @property
     def boot_id(self) -> int:

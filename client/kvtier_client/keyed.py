@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from kvtier_client import wire
-from kvtier_client.arena import pack_u32
+from kvtier_client.arena import Bytes, pack_u32
 from kvtier_client.core import Core
 from kvtier_client.effects import Op, Run, call, check_window, patiently, reply_of
 from kvtier_client.errors import InvalidArgument, LeaseExpired, RequestError
 from kvtier_client.integrity import checksums, mismatches
 from kvtier_client.leases import RegisteredLayout
 from kvtier_client.ops import LayoutRef, SessionCore, need_layout, page_numbers, simple
-from kvtier_client.records import Copier, Records, copier
-from kvtier_client.swap import WINDOW_ATTEMPTS, window_blocks
+from kvtier_client.records import Copier, Handler, Records, copier
+from kvtier_client.swap import WINDOW_ATTEMPTS, page_runs, window_blocks
 
 
 def join_keys(keys: bytes | Sequence[bytes]) -> bytes:
@@ -42,8 +42,16 @@ def lookup(core: Core, keys: Any, layouts: Any) -> Op[list[int]]:
 def _subset(records: Records, index: list[int], first: int) -> Records:
     """Those records that slots were granted for."""
     if callable(records) and not hasattr(records, "__getitem__"):
-        raise InvalidArgument("keyed records must be an array or a sequence, not a callable")
+        return lambda views, i, j: _fill_runs(records, views, index[i:j], first)
     return [records[first + i] for i in index]
+
+
+def _fill_runs(fill: Handler, views: list[Bytes], index: list[int], first: int) -> None:
+    """Have a caller's code fill the views of chosen records, neighbours at a time."""
+    done = 0
+    for start, count in page_runs(index):
+        fill(views[done : done + count], first + start, first + start + count)
+        done += count
 
 
 def put_keys(
@@ -171,6 +179,7 @@ def _get_window(
         if lease.checksums:
             yield Run(lambda: bad.extend(mismatches(lease)), got * known.block_bytes)
         whole = not lease.lost
+        core.stats.restored_bytes += lease.restored * known.block_bytes
     finally:
         core.end_lease(lease)
     if bad and whole:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtier_client import wire
 from kvtier_client.arena import pack_u32
-from kvtier_client.core import Core, NodeState
+from kvtier_client.core import Core, Folded, NodeState
 from kvtier_client.effects import Op, Pause, Run, Wait, call, check_window, patiently, reply_of
 from kvtier_client.errors import (
     InvalidArgument,
@@ -197,6 +197,10 @@ def _node_state(info: wire.NodeInfo) -> NodeState:
         tuple(np.frombuffer(part, "<u4") for part in info.pages),
         tuple(np.frombuffer(part, "<u4") for part in info.valid),
         tuple(np.frombuffer(part, np.uint8) for part in info.tiers),
+        tuple(
+            Folded((each.first, each.first + each.pages), each.kept, each.grace_left_s)
+            for each in info.folds
+        ),
     )
 
 
@@ -331,9 +335,7 @@ def acquire(
     """Lease a leading window of pages `first..last` (`last` excluded) for reading."""
     core = session.core
     known = yield from session_layout(session, layout)
-    first, last = pages
-    if not 0 <= first < last:
-        raise InvalidArgument(f"pages {first}..{last}: give (first, last), last excluded")
+    first, last = page_range(pages)
 
     def ask(slice_s: float) -> tuple[Any, ...]:
         counter = core.next_lease()
@@ -371,9 +373,7 @@ def prefetch(
     """Ask for pages to be brought into DRAM; returns the ticket and what ends with it."""
     core = session.core
     known = yield from session_layout(session, layout)
-    first, last = pages
-    if not 0 <= first < last:
-        raise InvalidArgument(f"pages {first}..{last}: give (first, last), last excluded")
+    first, last = page_range(pages)
     number, ticket = core.next_ticket(), Pending(None)
     with core.lock:
         core.tickets[number] = ticket
@@ -432,6 +432,14 @@ def close(core: Core, timeout_s: float) -> Op[None]:
 
 
 # ------------------------------------------------------------------- values
+
+
+def page_range(pages: tuple[int, int]) -> tuple[int, int]:
+    """Checked first and last page, the last excluded. Errors: InvalidArgument."""
+    first, last = pages
+    if not 0 <= first < last:
+        raise InvalidArgument(f"pages {first}..{last}: give (first, last), last excluded")
+    return first, last
 
 
 def neighbours(pages: Any) -> tuple[int, int] | None:

@@ -12,6 +12,11 @@ from typing import Final
 import msgspec
 
 from kvtier_client.layout import Layout as Layout  # noqa: PLC0414  (part of the wire)
+from kvtier_client.wire_parts import U32, U64
+from kvtier_client.wire_parts import FoldInfo as FoldInfo  # noqa: PLC0414
+from kvtier_client.wire_parts import HeldLease as HeldLease  # noqa: PLC0414
+from kvtier_client.wire_parts import Limits as Limits  # noqa: PLC0414
+from kvtier_client.wire_parts import NodeInfo as NodeInfo  # noqa: PLC0414
 
 PROTOCOL_VERSION: Final = 1
 FRAME_HEADER: Final = struct.Struct("<I")
@@ -26,48 +31,7 @@ TIER_DRAM: Final = 1
 TIER_NVME: Final = 2
 TIER_LOST: Final = 255
 
-U32 = bytes  # packed little-endian u32 values
-U64 = bytes  # packed little-endian u64 values
 KEYS = bytes  # packed 16-byte content keys
-
-
-class HeldLease(msgspec.Struct, array_like=True, frozen=True):
-    """A lease that a returning client still holds; `offsets` are the arena bytes of its slots."""
-
-    lease: int
-    write: bool
-    offsets: U64
-
-
-class Limits(msgspec.Struct, array_like=True, frozen=True):
-    """What the daemon accepts from one client."""
-
-    frame_bytes: int
-    requests_in_flight: int
-    blocks_per_request: int
-    leases_per_group: int
-    lease_ttl_s: float
-    lease_ttl_max_s: float
-    wait_max_s: float
-    blob_bytes: int
-
-
-class NodeInfo(msgspec.Struct, array_like=True, frozen=True):
-    """One node of a session and what is stored of it, per part (rank and group) of the session.
-
-    `pages[part]`, `valid[part]` (valid tokens) and `tiers[part]` (u8) are parallel arrays of the
-    pages that have a block; a page that is missing in one part does not exist as a whole.
-    """
-
-    node: int
-    parent: int
-    fork_tokens: int
-    retention: int
-    ended: bool
-    blob_version: int
-    pages: list[U32]
-    valid: list[U32]
-    tiers: list[bytes]
 
 
 # ---------------------------------------------------------------- requests
@@ -146,6 +110,30 @@ class SetRetention(Request, frozen=True, tag="set_retention"):
     session: int
     node: int
     retention: int
+
+
+class Fold(Request, frozen=True, tag="fold"):
+    """Let go of pages `first .. first+pages` of a branch in `grace_s`: HELD until then, they are
+    CACHED from then on. `kept` says how many entries of them the client keeps; `oneway` as for
+    commit."""
+
+    session: int
+    node: int
+    first: int
+    pages: int
+    grace_s: float
+    kept: int = 0
+    oneway: int = 0
+
+
+class Unfold(Request, frozen=True, tag="unfold"):
+    """Keep pages `first .. first+pages` of a branch again, those that are still there, and bring
+    them to DRAM."""
+
+    session: int
+    node: int
+    first: int
+    pages: int
 
 
 class SetPriority(Request, frozen=True, tag="set_priority"):
@@ -325,9 +313,9 @@ class Remove(Request, frozen=True, tag="remove"):
 
 ClientRequest = (
     Hello | RegisterLayout | OpenSession | ResumeSession | CloseSession | Describe | Fork | Prune
-    | SetRetention | SetPriority | PutBlob | GetBlob | Reserve | Commit | Abort | Acquire | Renew
-    | Release | Prefetch | Cancel | Lookup | ReserveKeys | CommitKeys | AcquireKeys | Hold | Unhold
-    | Remove
+    | SetRetention | Fold | Unfold | SetPriority | PutBlob | GetBlob | Reserve | Commit | Abort
+    | Acquire | Renew | Release | Prefetch | Cancel | Lookup | ReserveKeys | CommitKeys
+    | AcquireKeys | Hold | Unhold | Remove
 )  # fmt: skip
 
 
@@ -385,6 +373,14 @@ class Done(Reply, frozen=True, tag="done"):
     count: int = 0
 
 
+class Unfolded(Reply, frozen=True, tag="unfolded"):
+    """Which of the pages asked are `gone`; the others are HELD. `loading` blocks are on their way
+    from a slower tier."""
+
+    gone: U32
+    loading: int = 0
+
+
 class Granted(Reply, frozen=True, tag="granted"):
     """A lease. `offsets` are arena bytes, one per block.
 
@@ -431,7 +427,10 @@ class Error(Reply, frozen=True, tag="error"):
     pages: U32 = b""
 
 
-AnyReply = Welcome | LayoutRegistered | SessionReply | Done | Granted | Hits | Blob | Report | Error
+AnyReply = (
+    Welcome | LayoutRegistered | SessionReply | Done | Unfolded | Granted | Hits | Blob | Report
+    | Error
+)  # fmt: skip
 
 # ------------------------------------------------------------------ pushes
 

@@ -57,6 +57,22 @@ def _save_nodes(db: sqlite3.Connection, op: rows.SaveNodes) -> None:
     )
 
 
+def _save_fold(db: sqlite3.Connection, op: rows.SaveFold) -> None:
+    number, fold = _number(db, op.tenant, op.session), op.fold
+    if number:
+        db.execute(
+            "INSERT OR REPLACE INTO folds VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (number, fold.node, fold.first, fold.end, fold.seq, fold.state, fold.grace_s,
+             fold.until_s, fold.kept),
+        )  # fmt: skip
+
+
+def _drop_folds(db: sqlite3.Connection, op: rows.DropFolds) -> None:
+    number = _number(db, op.tenant, op.session)
+    names = [(number, node) for node in op.nodes]
+    db.executemany("DELETE FROM folds WHERE id = ? AND node = ?", names)
+
+
 def _drop_nodes(db: sqlite3.Connection, op: rows.DropNodes) -> None:
     number = _number(db, op.tenant, op.session)
     if not number:
@@ -64,12 +80,14 @@ def _drop_nodes(db: sqlite3.Connection, op: rows.DropNodes) -> None:
     names = [(number, node) for node in op.nodes]
     db.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?, 0, 0, 0, 1, 1, 0)", names)
     db.executemany("DELETE FROM blobs WHERE id = ? AND node = ?", names)
+    db.executemany("DELETE FROM folds WHERE id = ? AND node = ?", names)
 
 
 def _drop_session(db: sqlite3.Connection, op: rows.DropSession) -> None:
     name = (_number(db, op.tenant, op.session),)
     db.execute("UPDATE sessions SET closed = 1 WHERE id = ?", name)
     db.execute("DELETE FROM nodes WHERE id = ?", name)
+    db.execute("DELETE FROM folds WHERE id = ?", name)
     db.execute("DELETE FROM blobs WHERE id = ?", name)
     db.execute("DELETE FROM holds WHERE id = ?", name)
 
@@ -85,6 +103,10 @@ def _save_idle(db: sqlite3.Connection, op: rows.SaveIdle) -> None:
         "UPDATE sessions SET idle_s = ? WHERE tenant = ? AND session = ?",
         [(idle_s, tenant, session) for tenant, session, idle_s in op.sessions],
     )
+
+
+def _save_clock(db: sqlite3.Connection, op: rows.SaveClock) -> None:
+    db.execute("INSERT OR REPLACE INTO meta VALUES ('ran_s', ?)", (op.ran_s,))
 
 
 def _save_blob(db: sqlite3.Connection, op: rows.SaveBlob) -> None:
@@ -123,10 +145,13 @@ APPLY: Final[dict[type[Any], Callable[[sqlite3.Connection, Any], None]]] = {
     rows.SaveLayout: _save_layout,
     rows.SaveSession: _save_session,
     rows.SaveNodes: _save_nodes,
+    rows.SaveFold: _save_fold,
+    rows.DropFolds: _drop_folds,
     rows.DropNodes: _drop_nodes,
     rows.DropSession: _drop_session,
     rows.ForgetSession: _forget_session,
     rows.SaveIdle: _save_idle,
+    rows.SaveClock: _save_clock,
     rows.SaveBlob: _save_blob,
     rows.Hold: _hold,
     rows.Unhold: _unhold,

@@ -21,6 +21,24 @@ class NodeRecord(msgspec.Struct, frozen=True, gc=False):
     """Blocks up to this seq have the node's retention, later ones their own."""
 
 
+class FoldRecord(msgspec.Struct, frozen=True, gc=False):
+    """Pages `first .. end` of a node that were folded, apart from the node's own retention.
+
+    Units: `until_s` is a time of the daemon's running, as `SaveClock` has it.
+    """
+
+    node: int
+    first: int
+    end: int
+    seq: int
+    """Blocks up to this seq are meant, later ones have their own retention."""
+    state: int
+    """0 unfolded (HELD), 1 HELD until its time, 2 CACHED."""
+    grace_s: float
+    until_s: float
+    kept: int
+
+
 # --------------------------------------------------------------------- changes
 
 
@@ -54,6 +72,22 @@ class SaveNodes(msgspec.Struct, frozen=True):
     nodes: tuple[NodeRecord, ...]
 
 
+class SaveFold(msgspec.Struct, frozen=True):
+    """Pages of a node were folded or unfolded, or their grace period is over."""
+
+    tenant: str
+    session: bytes
+    fold: FoldRecord
+
+
+class DropFolds(msgspec.Struct, frozen=True):
+    """Nodes have no folds any more."""
+
+    tenant: str
+    session: bytes
+    nodes: tuple[int, ...]
+
+
 class DropNodes(msgspec.Struct, frozen=True):
     """Nodes were pruned: their blobs go, their ids stay as tombstones."""
 
@@ -80,6 +114,13 @@ class SaveIdle(msgspec.Struct, frozen=True):
     """How long sessions have been without a client so far, counted while the daemon runs."""
 
     sessions: tuple[tuple[str, bytes, float], ...]
+
+
+class SaveClock(msgspec.Struct, frozen=True):
+    """For how long the daemon has run in all its lives: the time that grace periods are counted
+    in. Units: seconds."""
+
+    ran_s: float
 
 
 class SaveBlob(msgspec.Struct, frozen=True):
@@ -117,8 +158,8 @@ class SaveScrub(msgspec.Struct, frozen=True):
 
 
 Op = (
-    SaveLayout | SaveSession | SaveNodes | DropNodes | DropSession | ForgetSession | SaveIdle
-    | SaveBlob | Hold | Unhold | SaveScrub
+    SaveLayout | SaveSession | SaveNodes | SaveFold | DropFolds | DropNodes | DropSession
+    | ForgetSession | SaveIdle | SaveClock | SaveBlob | Hold | Unhold | SaveScrub
 )  # fmt: skip
 
 
@@ -160,6 +201,7 @@ class SessionRecord(msgspec.Struct, frozen=True):
     pruned: list[int]
     blob_versions: dict[int, int]
     holds: list[tuple[bytes, bytes]]
+    folds: list[FoldRecord] = []
 
 
 class CatalogSnapshot(msgspec.Struct, frozen=True):
@@ -169,3 +211,4 @@ class CatalogSnapshot(msgspec.Struct, frozen=True):
     generation: int
     layouts: list[LayoutRecord]
     sessions: list[SessionRecord]
+    ran_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The catalog: layouts, sessions, nodes, blobs and holds, in one SQLite file (WAL).
+"""The catalog: layouts, sessions, nodes, folds, blobs and holds, in one SQLite file (WAL).
 
 What changes rarely and must outlive the daemon is here; blocks describe themselves in their
 headers. Every change is a struct (`Op`); `Catalog.apply` makes a list of them one transaction,
@@ -27,6 +27,7 @@ from kvtierd.catalog.errors import CatalogDamaged, CatalogError, CatalogFormatEr
 from kvtierd.catalog.rows import (
     BlobRecord,
     CatalogSnapshot,
+    FoldRecord,
     LayoutRecord,
     NodeRecord,
     Op,
@@ -44,7 +45,15 @@ _RETENTIONS: Final = (HELD, CACHED)
 
 Durability = Literal["process", "power"]
 
-_SCHEMA: Final = """
+_FOLDS: Final = """
+CREATE TABLE IF NOT EXISTS folds (
+    id INTEGER, node INTEGER, first INTEGER NOT NULL, "end" INTEGER NOT NULL, seq INTEGER NOT NULL,
+    state INTEGER NOT NULL, grace_s REAL NOT NULL, until_s REAL NOT NULL, kept INTEGER NOT NULL,
+    PRIMARY KEY (id, node, first)) STRICT, WITHOUT ROWID
+"""
+"""Not in every catalog: the first daemons made none, and none of theirs has folds."""
+
+_SCHEMA: Final = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
 CREATE TABLE layouts (
     tenant TEXT, fingerprint BLOB CHECK (length(fingerprint) = 16), layout BLOB NOT NULL,
@@ -65,6 +74,7 @@ CREATE TABLE nodes (
     pruned INTEGER NOT NULL CHECK (pruned IN (0, 1)),
     retention_seq INTEGER NOT NULL,
     PRIMARY KEY (id, node)) STRICT, WITHOUT ROWID;
+{_FOLDS};
 CREATE TABLE blobs (
     id INTEGER, node INTEGER, version INTEGER NOT NULL, checksum BLOB NOT NULL, data BLOB NOT NULL,
     PRIMARY KEY (id, node)) STRICT;
@@ -78,7 +88,8 @@ CREATE TABLE holds (
 _BLOBS: Final = "SELECT tenant, session, node FROM blobs JOIN sessions USING (id)"
 _STRAYS: Final = """
 SELECT count(*) FROM (
-    SELECT id FROM nodes UNION ALL SELECT id FROM blobs UNION ALL SELECT id FROM holds)
+    SELECT id FROM nodes UNION ALL SELECT id FROM blobs UNION ALL SELECT id FROM holds
+    UNION ALL SELECT id FROM folds)
 WHERE id NOT IN (SELECT id FROM sessions WHERE NOT closed)
 """
 
@@ -218,8 +229,11 @@ class Catalog:
     @property
     def scrubbed_s(self) -> float:
         """When a scrub of all blocks last ended; 0 for never. Units: Unix seconds."""
+        return self._seconds("scrubbed_s")
+
+    def _seconds(self, key: str) -> float:
         try:
-            row = self._db.execute("SELECT value FROM meta WHERE key = 'scrubbed_s'").fetchone()
+            row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         except sqlite3.Error as error:
             raise self._typed("read", error) from error
         return row[0] if row and isinstance(row[0], float) and 0.0 <= row[0] < math.inf else 0.0
@@ -227,6 +241,7 @@ class Catalog:
     def stamp(self, generation: int) -> None:
         """Record that a start has succeeded."""
         with self._transaction("stamp"):
+            self._db.execute(_FOLDS)
             self._db.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (generation,))
 
     def _meta(self, key: str) -> Any:
@@ -264,8 +279,9 @@ class Catalog:
             if problem != "ok":
                 raise self._damaged("read", f"it is damaged ({' '.join(problem.split())})")
             return CatalogSnapshot(
-                self.instance, self.generation, self._load_layouts(), self._load_sessions()
-            )
+                self.instance, self.generation, self._load_layouts(), self._load_sessions(),
+                self._seconds("ran_s"),
+            )  # fmt: skip
         except sqlite3.Error as error:
             raise self._typed("read", error) from error
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
@@ -295,7 +311,7 @@ class Catalog:
                 raise ValueError(f"session {session.hex()} is of no time")
             sessions[number] = SessionRecord(
                 tenant, session, name, priority, _split16(layouts), since_seq, created_s, idle_s,
-                bool(closed), [], [], {}, [],
+                bool(closed), [], [], {}, [], [],
             )  # fmt: skip
         # Rows of no session are harmless here; `check` speaks of them.
         for row in self._db.execute("SELECT * FROM nodes WHERE id IN (SELECT id FROM sessions)"):
@@ -313,7 +329,22 @@ class Catalog:
         for number, fingerprint, key in self._db.execute("SELECT * FROM holds"):
             if number in sessions:
                 sessions[number].holds.append((fingerprint, key))
+        self._load_folds(sessions)
         return list(sessions.values())
+
+    def _load_folds(self, sessions: dict[int, SessionRecord]) -> None:
+        for number, *values in self._db.execute("SELECT * FROM folds") if self._has_folds() else ():
+            fold = FoldRecord(*values)
+            if not 0 <= fold.first < fold.end or fold.seq < 0 or not fold.until_s >= 0.0:
+                raise ValueError(f"a fold of node {fold.node} is of no pages or of no time")
+            if not 0 <= fold.state <= 2:
+                raise ValueError(f"a fold of node {fold.node} has state {fold.state}")
+            if number in sessions:
+                sessions[number].folds.append(fold)
+
+    def _has_folds(self) -> bool:
+        found = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'folds'")
+        return bool(found.fetchone()[0])
 
     def get_blob(self, tenant: str, session: bytes, node: int) -> BlobRecord | None:
         """A blob, or None when none is stored. Errors: `CatalogDamaged`."""
@@ -344,11 +375,11 @@ class Catalog:
                 else [f"{self.path}: {' '.join(text.split())}" for text in found]
             )
             blobs = self._db.execute(_BLOBS).fetchall()
-            strays = self._db.execute(_STRAYS).fetchone()[0]
+            strays = self._db.execute(_STRAYS).fetchone()[0] if self._has_folds() else 0
         except sqlite3.Error as error:
             return [str(self._typed("check", error))]
         if strays:
-            problems.append(f"{self.path}: {strays} nodes, blobs or holds are of no session")
+            problems.append(f"{self.path}: {strays} nodes, blobs, holds or folds are of no session")
         for tenant, session, node in blobs:
             try:
                 self.get_blob(tenant, session, node)

@@ -12,7 +12,7 @@ from kvtierd.core.blocks import Rows, Slots
 if TYPE_CHECKING:
     from kvtierd.core.leases import Member, Peer
     from kvtierd.core.tenant import Pool, Tenant
-    from kvtierd.core.tree import Node, Session
+    from kvtierd.core.tree import Fold, Node, Session
 
 
 class Send(msgspec.Struct):
@@ -102,6 +102,21 @@ class SaveNodes(msgspec.Struct):
     nodes: "list[Node]"
 
 
+class SaveFold(msgspec.Struct):
+    """Catalog: pages of a node were folded or unfolded, or their grace period is over."""
+
+    node: "Node"
+    fold: "Fold"
+    until_ran_s: float
+    """When it ends, in the daemon's running time."""
+
+
+class DropFolds(msgspec.Struct):
+    """Catalog: the retention of nodes was set for all their pages together."""
+
+    nodes: "list[Node]"
+
+
 class DropNodes(msgspec.Struct):
     """Catalog: node ids of a session were pruned and are never used again."""
 
@@ -168,6 +183,6 @@ class Note(msgspec.Struct):
 
 Action = (
     Note | Send | AssignSlab | Demote | Promote | Hurry | Clear | Verify | RecordMember
-    | SaveSession | SaveNodes | DropNodes | DropSession | ForgetSession | SaveLayout | SaveBlob
-    | LoadBlob | SaveHolds | SaveScrub
+    | SaveSession | SaveNodes | SaveFold | DropFolds | DropNodes | DropSession | ForgetSession
+    | SaveLayout | SaveBlob | LoadBlob | SaveHolds | SaveScrub
 )  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtierd.core.blocks import F_HELD, F_LOST, NONE, Rows, Slots, span
+from kvtierd.core.tree import Fold
 from kvtierd.core.world import World
 
 _U64 = NDArray[np.uint64]
@@ -73,6 +74,8 @@ class FoundSession:
     pruned: list[int]
     blob_versions: dict[int, int]
     holds: list[tuple[bytes, bytes]]
+    folds: list[tuple[int, Fold]]
+    """Of each node, by its id."""
 
 
 @dataclass(slots=True)

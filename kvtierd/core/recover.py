@@ -390,12 +390,18 @@ class Recovery:
 
     # ----------------------------------------------------------------- end
 
-    def finish(self, tenant: Tenant, holds: list[FoundSession]) -> None:
-        """Restore holds; tombstones go when what is left of their sessions is cleared."""
-        for found in holds:
+    def finish(self, tenant: Tenant, sessions: list[FoundSession]) -> None:
+        """Restore holds and folds; tombstones go when what is left of their sessions is cleared."""
+        for found in sessions:
             session = tenant.sessions.get(int.from_bytes(found.token_hash[:8], "little"))
-            if session is not None and found.holds:
+            if session is None:
+                continue
+            if found.holds:
                 self._holds(tenant, session, found.holds)
+            for number, fold in found.folds:
+                node = session.nodes.get(number)
+                if node is not None:
+                    self.state.retention.restore(node, fold)
         for name, hashed in self._closed:
             if name == tenant.name:
                 self.world.tombstones[tenant, hashed] = 0

@@ -4,13 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from kvtier_client.errors import UnknownSession
-from kvtier_client.wire import NO_NODE
 from kvtierd.core.blocks import F_LOST, NONE, Rows
 from kvtierd.core.leases import owner_of
 from kvtierd.core.slabs import QUARANTINED, READY, WRITING
 from kvtierd.core.tenant import Tenant
-from kvtierd.core.tree import Node, Session
+from kvtierd.core.tree import Session
 from kvtierd.core.world import World
 from kvtierd.fair import Flow
 
@@ -129,34 +127,4 @@ def _session(world: World, session: Session) -> dict[str, object]:
         "lost_blocks": lost,
         "state": "open" if session.groups else "orphan",
         "idle_s": 0.0 if session.groups else round(world.now_s - session.idle_since_s, 1),
-    }
-
-
-def tree(world: World, name: str) -> dict[str, object]:
-    """The nodes of the session of this id (hex) or name. Errors: UnknownSession."""
-    for tenant in world.tenants.values():
-        for session in tenant.sessions.values():
-            if name in (f"{session.sid:016x}", session.name) and name:
-                return {
-                    "session": f"{session.sid:016x}",
-                    "name": session.name,
-                    "nodes": [_node(world, node) for node in session.nodes.values()],
-                }
-    raise UnknownSession(f"no session has the id or name {name!r}; see kvtierctl sessions")
-
-
-def _node(world: World, node: Node) -> dict[str, object]:
-    rows = _rows([run.rows for run in node.runs])
-    dram, nvme, lost = _where(world, rows)
-    return {
-        "node": node.id,
-        "parent": NO_NODE if node.parent is None else node.parent.id,
-        "fork_tokens": node.fork_tokens,
-        "ended": node.ended,
-        "retention": node.retention,
-        "pages": max(run.start + run.length for run in node.runs),
-        "tokens": int(world.node_table.tokens[node.index]),
-        "dram_blocks": dram,
-        "nvme_blocks": nvme,
-        "lost_blocks": lost,
     }

@@ -1,4 +1,4 @@
-"""The session verbs: open, resume, close, fork, prune, retention, priority, blobs, holds."""
+"""The session verbs: open, resume, close, fork, prune, priority, blobs."""
 
 import hashlib
 
@@ -8,13 +8,11 @@ from kvtier_client.errors import (
     InvalidArgument,
     LayoutMismatch,
     QuotaExceeded,
-    SpillFull,
     UnknownBranch,
     UnknownSession,
 )  # fmt: skip
 from kvtier_client.layout import DTYPE_BYTES
 from kvtier_client.wire import (
-    CACHED,
     HELD,
     NO_NODE,
     TIER_DRAM,
@@ -37,7 +35,6 @@ from kvtier_client.wire import (
     ResumeSession,
     SessionReply,
     SetPriority,
-    SetRetention,
 )  # fmt: skip
 from kvtierd.core.actions import (
     DropNodes,
@@ -48,10 +45,11 @@ from kvtierd.core.actions import (
     SaveNodes,
     SaveSession,
 )  # fmt: skip
-from kvtierd.core.blocks import F_HELD, F_LOST, NONE, Rows
+from kvtierd.core.blocks import F_LOST, NONE, Rows
 from kvtierd.core.copies import Copies
 from kvtierd.core.leases import Peer, pack_u32
 from kvtierd.core.reads import Reads
+from kvtierd.core.retention import fold_infos
 from kvtierd.core.slabs import SlabPool
 from kvtierd.core.tenant import SLOT_ALIGN, Pool, Tenant
 from kvtierd.core.tree import (
@@ -59,6 +57,7 @@ from kvtierd.core.tree import (
     Node,
     Run,
     Session,
+    node_of,
     remove_branch,
     session_of,
     trim_to_children,
@@ -264,7 +263,7 @@ class Sessions:
         parent = NO_NODE if node.parent is None else node.parent.id
         return NodeInfo(
             node.id, parent, node.fork_tokens, node.retention, node.ended, node.blob_version,
-            pages, valid, tiers,
+            pages, valid, tiers, fold_infos(node, self.world.now_s),
         )  # fmt: skip
 
     def close(self, peer: Peer, req: CloseSession) -> Done:
@@ -316,18 +315,10 @@ class Sessions:
 
     # --------------------------------------------------------------- nodes
 
-    def node(self, session: Session, node: int) -> Node:
-        """A node of a session."""
-        found = session.nodes.get(node)
-        if found is None:
-            what = "was pruned" if node in session.pruned else "does not exist"
-            raise UnknownBranch(f"node {node} of session {session.sid:016x} {what}")
-        return found
-
     def fork(self, peer: Peer, req: Fork) -> Done:
         """Add a node below `parent` at `fork_tokens`; no block is touched."""
         session = session_of(peer, req.session)
-        parent = self.node(session, req.parent)
+        parent = node_of(session, req.parent)
         done = Done(req.id, self.world.boot, peer.acked, 0)
         known = session.nodes.get(req.node)
         if known is not None and known.parent is parent and known.fork_tokens == req.fork_tokens:
@@ -355,7 +346,7 @@ class Sessions:
         session = session_of(peer, req.session)
         if req.node in session.pruned:
             return Done(req.id, self.world.boot, peer.acked, 0)
-        node = self.node(session, req.node)
+        node = node_of(session, req.node)
         if node.parent is None and (req.subtree or not node.children):
             raise InvalidArgument("the root is not pruned; close the session instead")
         if req.subtree or not node.children:
@@ -378,38 +369,6 @@ class Sessions:
             self.reads.cancel_prefetches(session.tenant, session.sid, set(ids))
         self.world.actions.append(DropNodes(session, ids))
         return count
-
-    def set_retention(self, peer: Peer, req: SetRetention) -> Done:
-        """Make the stored blocks of a node (or of all) HELD or CACHED."""
-        session = session_of(peer, req.session)
-        if req.retention not in (HELD, CACHED):
-            raise InvalidArgument(f"retention {req.retention} is neither HELD (1) nor CACHED (2)")
-        nodes = (
-            list(session.nodes.values()) if req.node == NO_NODE else [self.node(session, req.node)]
-        )
-        world, table = self.world, self.world.table
-        parts = [run.rows[run.rows != NONE] for node in nodes for run in node.runs]
-        rows = np.concatenate(parts)
-        if req.retention == HELD:
-            extra = {
-                pool.number: int(np.count_nonzero((table.flags[mine] & F_HELD) == 0))
-                for pool, mine in world.by_pool(rows)
-            }
-            if any(extra.values()) and not session.tenant.keeps(extra):
-                raise SpillFull(
-                    f"{sum(extra.values())} more HELD blocks do not fit; nothing changed"
-                )
-        for pool, mine in world.by_pool(rows):
-            before = world.kept(mine)
-            flags = table.flags[mine]
-            held = req.retention == HELD
-            table.flags[mine] = (flags | F_HELD) if held else (flags & ~np.uint8(F_HELD))
-            pool.held += world.kept(mine) - before
-            pool.tenant.arena.epoch += 1
-        for node in nodes:
-            node.retention, node.retention_seq = req.retention, world.seq
-        world.actions.append(SaveNodes(nodes))
-        return Done(req.id, world.boot, peer.acked, len(rows))
 
     @staticmethod
     def _check_priority(priority: int) -> None:
@@ -439,7 +398,7 @@ class Sessions:
             raise QuotaExceeded(f"the blob has {len(req.data)} bytes, more than {limit}")
         if not 0 < req.version < 2**63:
             raise InvalidArgument(f"blob version {req.version} is outside 1..2^63-1")
-        at = session if req.node == NO_NODE else self.node(session, req.node)
+        at = session if req.node == NO_NODE else node_of(session, req.node)
         if req.version > at.blob_version:
             at.blob_version = req.version
             self.world.actions.append(SaveBlob(session, req.node, req.version, req.data))
@@ -448,7 +407,7 @@ class Sessions:
     def get_blob(self, peer: Peer, req: GetBlob) -> Blob | None:
         """Read a blob; the reply comes from the catalog unless there is none."""
         session = session_of(peer, req.session)
-        at = session if req.node == NO_NODE else self.node(session, req.node)
+        at = session if req.node == NO_NODE else node_of(session, req.node)
         if not at.blob_version:
             return Blob(req.id, self.world.boot, peer.acked, 0, b"")
         self.world.actions.append(LoadBlob(peer, req.id, session, req.node))

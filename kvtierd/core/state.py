@@ -36,6 +36,7 @@ from kvtierd.core.leases import (
 )  # fmt: skip
 from kvtierd.core.reads import Reads
 from kvtierd.core.reclaim import Reclaim
+from kvtierd.core.retention import Retention
 from kvtierd.core.scrub import Scrub
 from kvtierd.core.sessions import Sessions
 from kvtierd.core.tenant import Pool, Tenant
@@ -47,8 +48,8 @@ from kvtierd.core.writes import Writes
 ERROR_TEXT_MAX = 1000
 """Characters of an error's message on the wire."""
 MAKES_ROOM = frozenset({
-    wire.CloseSession, wire.Prune, wire.SetRetention, wire.Commit, wire.CommitKeys, wire.Abort,
-    wire.Release, wire.Cancel, wire.Unhold, wire.Remove,
+    wire.CloseSession, wire.Prune, wire.SetRetention, wire.Fold, wire.Commit, wire.CommitKeys,
+    wire.Abort, wire.Release, wire.Cancel, wire.Unhold, wire.Remove,
 })  # fmt: skip
 """Requests after which those that wait are tried again; else they are when a move ends, and at
 every tick."""
@@ -68,6 +69,7 @@ class State:
         self.reclaim = Reclaim(world, self.writes, self.reads)
         self.groups = Groups(world, self.reads, self.reclaim)
         self.scrub = Scrub(world, self.copies)
+        self.retention = Retention(world, self.copies, self.reads.ahead)
         self.sessions = Sessions(world, self.copies, self.writes, self.reads)
         self._next_reap_s = 0.0
         self.unclaimed: dict[tuple[int, bytes], Callable[[Pool], None]] = {}
@@ -80,7 +82,9 @@ class State:
             wire.Describe: self.sessions.describe,
             wire.Fork: self.sessions.fork,
             wire.Prune: self.sessions.prune,
-            wire.SetRetention: self.sessions.set_retention,
+            wire.SetRetention: self.retention.set_retention,
+            wire.Fold: self.retention.fold,
+            wire.Unfold: self.retention.unfold,
             wire.SetPriority: self.sessions.set_priority,
             wire.PutBlob: self.sessions.put_blob,
             wire.GetBlob: self.sessions.get_blob,
@@ -316,9 +320,10 @@ class State:
     # ---------------------------------------------------------------- time
 
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass: waits, leases, idle groups, orphans."""
+        """Let deadlines pass: grace periods, waits, leases, idle groups, orphans."""
         world = self.world
         world.now_s = now_s
+        self.retention.tick()
         for tenant in world.tenants.values():
             for queue in (tenant.waiting, tenant.loading):
                 for ticket in [t for t in queue if t.deadline_s <= now_s]:

@@ -5,12 +5,14 @@ run of rows per part. A child starts at page `fork_tokens // block_tokens`; whil
 its own of a partly filled first page, its ancestor's page is read up to the fork.
 """
 
+import enum
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtier_client.errors import UnknownSession
+from kvtier_client.errors import UnknownBranch, UnknownSession
 from kvtierd.core.blocks import NONE, Rows
 
 if TYPE_CHECKING:
@@ -68,13 +70,35 @@ class Run:
         return gone if np.count_nonzero(named) == len(gone) else gone[named]
 
 
+class FoldState(enum.IntEnum):
+    """What became of a range of pages that was folded; the catalog has these numbers."""
+
+    BACK = 0  # unfolded: HELD
+    GRACE = 1  # HELD until its time is over
+    OVER = 2  # CACHED
+
+
+@dataclass(slots=True, eq=False)
+class Fold:
+    """Pages `first .. end` of a node that are kept or not for themselves, apart from the node.
+
+    It speaks of blocks up to `seq`; later ones have their own retention."""
+
+    first: int
+    end: int
+    seq: int
+    state: FoldState
+    grace_s: float  # as it was asked
+    until_s: float
+    kept: int  # entries that stay with the client
+
+
 class Node:
     """A run of blocks with one parent."""
 
     __slots__ = (
-        "blob_version", "children", "ended", "fork_tokens", "id", "index", "parent", "retention",
-        "retention_seq", "runs", "session",
-        "tokens",
+        "blob_version", "children", "ended", "folds", "fork_tokens", "id", "index", "parent",
+        "retention", "retention_seq", "runs", "session", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +117,7 @@ class Node:
         self.ended = False
         self.blob_version = 0
         self.children: dict[int, Node] = {}
+        self.folds: list[Fold] = []  # in the order of their pages; none overlaps another
         tokens = session.pools[0].layout.block_tokens
         self.runs = [Run(fork_tokens // tokens) for _ in session.pools]
 
@@ -114,6 +139,7 @@ class Session:
         self.groups: set[Group] = set()  # groups that have it open; none: an orphan
         self.holds: dict[int, set[int]] = {}  # pool number -> rows of keyed blocks
         self.blob_version = 0
+        self.folds = 0  # of all its nodes
         self.since_seq = 0  # blocks below it are of an earlier session of the same token
         self.idle_since_s = 0.0
         self.found_in_headers = False  # the catalog did not know it
@@ -147,6 +173,15 @@ def session_of(peer: "Peer", sid: int) -> Session:
     return session
 
 
+def node_of(session: Session, node: int) -> Node:
+    """A node of a session. Errors: UnknownBranch."""
+    found = session.nodes.get(node)
+    if found is None:
+        what = "was pruned" if node in session.pruned else "does not exist"
+        raise UnknownBranch(f"node {node} of session {session.sid:016x} {what}")
+    return found
+
+
 def subtree(node: Node) -> list[Node]:
     """The node and all below it, parents first."""
     found = [node]
@@ -162,6 +197,14 @@ def shared_pages(node: Node) -> int:
     """
     fork = max((child.fork_tokens for child in node.children.values()), default=0)
     return -(-fork // node.session.pools[0].layout.block_tokens)
+
+
+def rows_in(node: Node, first: int, end: int) -> Rows:
+    """The rows of a node's own pages `first .. end`, of all parts."""
+    parts = [run.rows[max(first - run.start, 0) : max(end - run.start, 0)] for run in node.runs]
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    there: Rows = rows[rows != NONE]
+    return there
 
 
 Cuts = list[tuple["Pool", Rows]]
@@ -199,6 +242,7 @@ def remove_branch(node: Node) -> tuple[list[Node], Cuts]:
     for each in gone:
         del session.nodes[each.id]
         session.pruned.add(each.id)
+        session.folds -= len(each.folds)
     if parent.ended:
         cuts += trim_to_children(parent)
     return gone, cuts

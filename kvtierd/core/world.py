@@ -52,6 +52,7 @@ class CoreLimits:
     scrub_rate_bytes: int = 32 << 20
     """Per second."""
     scrub_interval_s: float = math.inf
+    fold_grace_max_s: float = math.inf
 
 
 COUNTERS = (
@@ -60,7 +61,8 @@ COUNTERS = (
     "dropped_cached_blocks", "lost_blocks", "checksum_mismatches", "io_errors", "expired_leases",
     "refused_reserves", "duplicate_blocks", "pruned_blocks", "closed_sessions", "reaped_orphans",
     "cancelled_prefetch_blocks", "read_ahead_blocks", "scrubbed_blocks", "scrubbed_bytes",
-    "scrub_bad_blocks", "scrub_passes",
+    "scrub_bad_blocks", "scrub_passes", "folds", "unfolds", "unfold_misses",
+    "grace_released_blocks",
 )  # fmt: skip
 
 
@@ -123,6 +125,7 @@ class World:
     salt: int
     generation: int
     now_s: float = 0.0
+    ran_offset_s: float = 0.0  # now_s and this: how long the daemon has run in all its lives
     nvme_stuck: bool = False  # moves do not end: nobody should wait for them
     table: BlockTable = field(default_factory=BlockTable)
     node_table: NodeTable = field(default_factory=NodeTable)

@@ -132,21 +132,38 @@ def show_clients(report: Report) -> None:
 
 
 def show_tree(report: Report) -> None:
-    """The nodes of a session, each below its parent."""
+    """The nodes of a session, each below its parent, and below each what of it is folded."""
     name = f" ({report['name']})" if report["name"] else ""
     columns = (
-        "node", "from token", "pages", "tokens", "dram blocks", "nvme blocks", "lost", "kept",
-        "ended",
+        "node", "from token", "pages", "tokens", "dram blocks", "nvme blocks", "lost", "shared",
+        "own", "entries", "kept", "ended",
     )  # fmt: skip
-    rows = [
-        [
+    rows = []
+    for depth, n in _walk(report["nodes"]):
+        rows.append([
             "  " * depth + str(n["node"]), str(n["fork_tokens"]), str(n["pages"]),
             str(n["tokens"]), str(n["dram_blocks"]), str(n["nvme_blocks"]), str(n["lost_blocks"]),
+            size(n["shared_bytes"]), size(n["exclusive_bytes"]), "-",
             _RETENTIONS.get(n["retention"], str(n["retention"])), "yes" if n["ended"] else "",
-        ]
-        for depth, n in _walk(report["nodes"])
-    ]  # fmt: skip
+        ])  # fmt: skip
+        for fold in n["folds"]:
+            pages = f"folded {fold['first']}..{fold['first'] + fold['pages'] - 1}"
+            rows.append([
+                "  " * (depth + 1) + pages, "-", str(fold["pages"]), "-",
+                str(fold["dram_blocks"]), str(fold["nvme_blocks"]), str(fold["lost_blocks"]), "-",
+                "-", str(fold["kept_entries"]), _grace(fold["grace_left_s"]), "",
+            ])  # fmt: skip
     show_table(columns, rows, f"session {report['session']}{name}")
+    for what in ("nodes", "folds"):
+        if report[f"{what}_left_out"]:
+            click.echo(f"and {report[f'{what}_left_out']} {what} more")
+
+
+def _grace(left_s: float | None) -> str:
+    """How long folded pages are still kept."""
+    if left_s is None:
+        return "held"
+    return f"held {duration(left_s)} more" if left_s else "cached"
 
 
 def _walk(nodes: Sequence[Report]) -> list[tuple[int, Report]]:

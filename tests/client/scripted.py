@@ -281,6 +281,17 @@ class ScriptedDaemon:
         self._token(request.session)
         return self._done(request)
 
+    def on_Fold(self, request: wire.Fold) -> wire.Reply:  # noqa: N802
+        self._token(request.session)
+        return self._done(request, request.pages)
+
+    def on_Unfold(self, request: wire.Unfold) -> wire.Reply:  # noqa: N802
+        self._token(request.session)
+        pages = range(request.first, request.first + request.pages)
+        stored = {page for session, node, page in self.blocks if session == request.session}
+        gone = b"".join(page.to_bytes(4, "little") for page in pages if page not in stored)
+        return wire.Unfolded(request.id, self.boot, 0, gone, 0)
+
     def on_PutBlob(self, request: wire.PutBlob) -> wire.Reply:  # noqa: N802
         place = (request.session, request.node)
         if request.version > self.blobs.get(place, (0, b""))[0]:

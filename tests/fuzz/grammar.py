@@ -121,6 +121,8 @@ FIELDS: dict[str, Callable[[Dice], Any]] = {
     "keys": _keys,
     "wait_s": _small(*[0.0] * 20, 1.0, 3.0, *SECONDS),
     "ttl_s": _small(0.0, 0.0, 1.0, 30.0, *SECONDS),
+    "grace_s": _small(0.0, 0.0, 1.0, 30.0, *SECONDS),
+    "kept": _small(0, 0, 4, -1, 2**32),
     "deadline_s": _small(0.0, 1.0, 3.0, *SECONDS),
     "tenant": _small("", "a", "b", "c"),
     "data": lambda dice: dice.randbytes(dice.choice((0, 1, 20, 256, 257))),
@@ -134,6 +136,8 @@ OF_A_VERB: dict[tuple[str, str], Callable[[Dice], Any]] = {
     ("lookup", "lease"): lambda dice: dice.choice((0, dice.randrange(1, 40))),
     ("acquire", "pages"): _small(1, 2, 3, 4, 8, 16, 64, 65),
     ("prefetch", "pages"): _small(1, 2, 3, 4, 8, 16, 64, 65),
+    ("fold", "pages"): _small(1, 1, 2, 4, 64, 65),
+    ("unfold", "pages"): _small(1, 1, 2, 4, 64, 65),
     ("fork", "node"): _small(1, 2, 3, 4, 5, 6, 0, NO_NODE),
     ("tree", "session"): lambda dice: dice.choice((*TEXTS, "zz")),
 }
@@ -169,7 +173,7 @@ ORDERS = _verbs(AdminRequest)
 NAMES = sorted(VERBS)
 OFTEN = ["reserve", "reserve", "commit", "commit", "commit", "acquire", "acquire", "release",
          "open_session", "register_layout", "reserve_keys", "commit_keys", "acquire_keys",
-         "prefetch", "fork", "prune", "set_retention"]  # fmt: skip
+         "prefetch", "fork", "prune", "set_retention", "fold", "unfold"]  # fmt: skip
 
 
 def request(dice: Dice, verb: str) -> list[Any]:

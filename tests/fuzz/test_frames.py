@@ -84,6 +84,8 @@ VERBS: dict[str, list[st.SearchStrategy[Any]]] = {
     "fork": [sessions, nodes, nodes, small],
     "prune": [sessions, nodes, st.booleans()],
     "set_retention": [sessions, nodes, retention],
+    "fold": [sessions, nodes, small, small, seconds, small, oneway],
+    "unfold": [sessions, nodes, small, small],
     "set_priority": [sessions, small],
     "put_blob": [sessions, nodes, small, st.binary(max_size=50)],
     "get_blob": [sessions, nodes],

@@ -302,6 +302,7 @@ def refusals(client: RawClient, session: int, lease: int, offsets: bytes) -> Ite
     for verb, *fields in (
         ["close_session", session], ["describe", session], ["fork", session, 9, 0, 16],
         ["prune", session, 0], ["set_retention", session, NO_NODE, 2], ["set_priority", session, 0],
+        ["fold", session, 0, 0, 1, 0.0], ["unfold", session, 0, 0, 1],
         ["put_blob", session, 0, 99, b"x"], ["get_blob", session, 0],
         ["acquire", client.lease(), session, 0, KNOWN, 0, 1], ["abort", lease],
         ["prefetch", 1, session, 0, KNOWN, 0, 1], ["renew", lease, 60.0], ["release", lease],

@@ -111,6 +111,7 @@ if os.geteuid() == 0:
         return [
             ["close_session", session], ["describe", session], ["fork", session, 9, 0, 16],
             ["prune", session, 0], ["set_retention", session, NO_NODE, CACHED],
+            ["fold", session, 0, 0, 1, 0.0], ["unfold", session, 0, 0, 1],
             ["set_priority", session, 0], ["put_blob", session, 0, 9, b"x"],
             ["get_blob", session, 0], ["acquire", 0, session, 0, KNOWN, 0, 1],
             ["prefetch", 1, session, 0, KNOWN, 0, 1], ["hold", session, KNOWN, KEY],

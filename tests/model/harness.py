@@ -20,7 +20,7 @@ from kvtier_client import wire
 from kvtier_client.errors import KvtierError
 from kvtier_client.wire import Layout
 from kvtierd import restore
-from kvtierd.catalog.rows import Op
+from kvtierd.catalog.rows import Op, SaveClock
 from kvtierd.catalog.store import Catalog
 from kvtierd.core import actions as act
 from kvtierd.core.leases import Member, Peer
@@ -244,10 +244,12 @@ class Host:
     # ---------------------------------------------------------------- time
 
     def tick(self, seconds: float = 0.1) -> None:
-        """Let time pass."""
+        """Let time pass; how long the daemon has run is stored, as now and then it is."""
         self.clock.advance(seconds)
         self.state.tick(self.clock.now_s)
         self.perform()
+        if not self.lose_ops:
+            self.ops.append(SaveClock(self.clock.now_s + self.world.ran_offset_s))
 
     def finish(self, at: int = 0, status: Status = Status.OK, only: int | None = None) -> None:
         """End one job of the disk."""

@@ -21,6 +21,9 @@ class Machine(SessionRules, WriteRules, ReadRules, KeyRules, FateRules):
             return
         self.collect()
         self.host.check()
+        for session in self.sessions.values():
+            for node in session.nodes.values():
+                node.grow_old(self.host.clock.now_s)
         white_box.check_sessions(self.host, self.sessions, self.hurt, LAYOUTS)
         white_box.check_keys(self.host, self.sessions, self.keys, self.hurt, PRINTS[2])
         for worker in self.workers:

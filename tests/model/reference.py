@@ -17,6 +17,16 @@ class Block:
 
 
 @dataclass(slots=True)
+class Fold:
+    """Pages `first, end` that were folded, and the blocks that they had."""
+
+    pages: tuple[int, int]
+    grace_s: float
+    until_s: float
+    blocks: list[Block]
+
+
+@dataclass(slots=True)
 class Node:
     """A node; `pages` has one dict per part of the session."""
 
@@ -26,6 +36,15 @@ class Node:
     pages: list[dict[int, Block]]
     ended: bool = False
     children: "list[Node]" = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
+
+    def grow_old(self, now_s: float) -> None:
+        """What was folded may be dropped when its grace period is over."""
+        for fold in self.folds:
+            if fold.until_s <= now_s:
+                for block in fold.blocks:
+                    block.held = False
+                fold.blocks = []
 
     @property
     def start(self) -> int:

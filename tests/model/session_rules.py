@@ -1,15 +1,19 @@
-"""Rules of sessions: open, resume, close, fork, prune, retention, priority."""
+"""Rules of sessions: open, resume, close, fork, prune, retention, folds, priority."""
+
+import math
 
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from kvtier_client import errors, wire
 from tests.model import white_box
-from tests.model.base import CAPACITY, PARTS, TOKENS_OF_SESSIONS, Base, few, small
+from tests.model.base import CAPACITY, PARTS, QUOTA, TOKENS_OF_SESSIONS, Base, few, small
+from tests.model.harness import u32
+from tests.model.reference import Block, Fold, Node
 
 
 class SessionRules(Base):
-    """Rules of sessions: open, resume, close, fork, prune, retention, priority."""
+    """Rules of sessions: open, resume, close, fork, prune, retention, folds, priority."""
 
     @rule(w=small, t=few, parts=few)
     def open(self, w: int, t: int, parts: int) -> None:
@@ -96,6 +100,7 @@ class SessionRules(Base):
         if self.failed(reply, *CAPACITY):
             return
         for node in chosen:
+            node.folds = []
             for part, pages in enumerate(node.pages):
                 for page in pages:
                     # One that was dropped may come back after a crash, as CACHED as it was.
@@ -107,3 +112,67 @@ class SessionRules(Base):
         session = worker and self.open_session(worker, s)
         if worker and session:
             assert isinstance(worker.sim.ask(wire.SetPriority, session.id, priority), wire.Done)
+
+    @rule(w=small, s=few, n=small, first=few, count=st.integers(1, 6),
+          grace_s=st.sampled_from([0.0, 5.0, 50.0, math.inf]), twice=st.booleans())  # fmt: skip
+    def fold(
+        self, w: int, s: int, n: int, first: int, count: int, grace_s: float, twice: bool
+    ) -> None:
+        worker = self.worker(w)
+        session = worker and self.open_session(worker, s)
+        if not worker or not session:
+            return
+        node = self.pick(session.nodes.values(), n)
+        pages = (node.start + first, node.start + first + count)
+        there = white_box.stored(self.host, session)
+        for _ in range(1 + twice):
+            reply = worker.sim.ask(
+                wire.Fold, session.id, node.id, pages[0], count, grace_s, kept=count
+            )
+            if self.failed(reply, *CAPACITY, QUOTA, errors.InvalidArgument.code):
+                return
+        known = next((x for x in node.folds if (x.pages, x.grace_s) == (pages, grace_s)), None)
+        until_s = self.host.clock.now_s + grace_s
+        if known is not None and known.until_s > self.host.clock.now_s:
+            until_s = max(known.until_s, 0.0)
+        node.folds = [x for x in node.folds if x.pages != pages]
+        blocks = self.blocks_in(node, *pages)
+        for name, block in blocks.items():
+            block.held = grace_s > 0 and (node.id, *name) in there
+        node.folds.append(Fold(pages, grace_s, until_s, list(blocks.values())))
+
+    @rule(w=small, s=few, n=small, first=few, count=st.integers(1, 6), twice=st.booleans())
+    def unfold(self, w: int, s: int, n: int, first: int, count: int, twice: bool) -> None:
+        worker = self.worker(w)
+        session = worker and self.open_session(worker, s)
+        if not worker or not session:
+            return
+        node = self.pick(session.nodes.values(), n)
+        pages = (node.start + first, node.start + first + count)
+        there = white_box.stored(self.host, session)
+        answers = []
+        for _ in range(1 + twice):
+            reply = worker.sim.ask(wire.Unfold, session.id, node.id, pages[0], count)
+            if self.failed(reply, *CAPACITY, QUOTA, errors.InvalidArgument.code):
+                return
+            assert isinstance(reply, wire.Unfolded)
+            answers.append(reply.gone)
+        assert len(set(answers)) == 1, "a repeat says something else"
+        gone = set(u32(answers[0]))
+        node.folds = [x for x in node.folds if x.pages != pages]
+        for (part, page), block in self.blocks_in(node, *pages).items():
+            assert not block.held or block.value in self.hurt or page not in gone or any(
+                not other.get(page) or not other[page].held or other[page].value in self.hurt
+                for other in node.pages
+            ), f"HELD page {page} is said to be gone"  # fmt: skip
+            block.held = (node.id, part, page) in there
+
+    @staticmethod
+    def blocks_in(node: Node, first: int, end: int) -> dict[tuple[int, int], Block]:
+        """A node's own blocks of some pages, by part and page."""
+        return {
+            (part, page): block
+            for part, pages in enumerate(node.pages)
+            for page, block in pages.items()
+            if first <= page < end
+        }

@@ -4,6 +4,7 @@ A history is a list of steps, the same for the same seed; `replay` runs one agai
 one can be cut down by hand.
 """
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,9 @@ class Walk:
             make("fork", 4, w=small, s=few, n=small, tokens=n(0, 24), twice=coin),
             make("prune", 2, w=small, s=few, n=small, subtree=coin, twice=coin),
             make("set_retention", 3, w=small, s=few, n=small, everything=coin, held=coin),
+            make("fold", 4, w=small, s=few, n=small, first=few, count=n(1, 6),
+                 grace_s=one_of(0.0, 5.0, 50.0, math.inf), twice=coin),
+            make("unfold", 3, w=small, s=few, n=small, first=few, count=n(1, 6), twice=coin),
             make("set_priority", 1, w=small, s=few, priority=n(0, 255)),
             make("reserve", 5, w=small, which=n(0, 2), n=n(0, 8), ahead=one_of(0, 0, 1, 4),
                  draw=n(0, 5), wait_s=wait_s),

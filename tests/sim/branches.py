@@ -173,6 +173,44 @@ class Branches(Writing):
                 if tier in (wire.TIER_DRAM, wire.TIER_NVME):
                     node.cell(part, page).keep()
 
+    def _step(self, node: Node) -> tuple[int, int]:
+        """Own pages of a node that are folded together; of a few, so that they meet again."""
+        first = -(-node.start // 4) * 4 + 4 * self.random.randrange(3)
+        return first, first + 4
+
+    async def fold(self) -> None:
+        """Pages of a node are kept for a grace period only."""
+        node = self.node()
+        first, end = self._step(node)
+        cells = [cell for (_, page), cell in node.cells.items() if first <= page < end]
+        grace_s = self.random.choice((0.0, 2.0, 30.0, 1e9))
+
+        def let_go() -> None:
+            for cell in cells:
+                cell.must = False
+
+        if not grace_s:
+            let_go()
+        elif grace_s < 1e9:  # the daemon's time never runs ahead of the world's
+            self.sim.outside.call_later(grace_s, let_go)
+        await self.handle.fold(node.id, (first, end), grace_s, kept=4)
+
+    async def unfold(self) -> None:
+        """What is still there of pages of a node is kept from now on."""
+        node = self.node()
+        first, end = self._step(node)
+        found = await self.handle.unfold(node.id, (first, end))
+        for page in range(first, end):
+            parts = range(len(self.mine().parts))
+            cells = [node.cells[part, page] for part in parts if (part, page) in node.cells]
+            if page in found.gone:
+                hurt = [not x.must or x.possible.keys() & self.medium.hurt for x in cells]
+                if len(cells) == len(parts) and not any(hurt):
+                    raise Failure(f"HELD page {page} of node {node.id} is gone at its unfold")
+            elif node.held and node.sure:
+                for cell in cells:
+                    cell.keep()
+
     async def set_priority(self) -> None:
         await self.handle.set_priority(self.random.randrange(8))
 

@@ -357,7 +357,7 @@ def test_rows_of_no_session_are_passed_over_and_reported(catalog: Catalog) -> No
     catalog.apply([opened(), SaveNodes("t", A, (ROOT,)), SaveBlob("t", A, 0, 1, b"x")])
     catalog._db.execute("DELETE FROM sessions")
     assert catalog.load().sessions == []
-    assert "2 nodes, blobs or holds are of no session" in catalog.check()[0]
+    assert "2 nodes, blobs, holds or folds are of no session" in catalog.check()[0]
 
 
 # ---------------------------------------------------------------- full disk

@@ -76,14 +76,24 @@ def node(number: int, parent: int, fork_tokens: int) -> dict[str, Any]:
     return {
         "node": number, "parent": parent, "fork_tokens": fork_tokens, "ended": number == 0,
         "retention": 2 if number == 7 else 1, "pages": 3, "tokens": 44, "dram_blocks": 2,
-        "nvme_blocks": 1, "lost_blocks": 0,
+        "nvme_blocks": 1, "lost_blocks": 0, "shared_bytes": 1 << 20, "exclusive_bytes": 3 << 19,
+        "folds": FOLDS if number == 5 else [],
     }  # fmt: skip
 
 
+FOLDS: list[dict[str, Any]] = [
+    {
+        "first": 16 * i, "pages": 16, "kept_entries": 4, "grace_left_s": left_s, "dram_blocks": 9,
+        "nvme_blocks": 7, "lost_blocks": 0,
+    }
+    for i, left_s in enumerate([None, 200.0, 0.0])
+]  # fmt: skip
 TREE: dict[str, Any] = {
     "session": "00000000000000ff",
     "name": "proof",
     "nodes": [node(7, 5, 96), node(0, wire.NO_NODE, 0), node(3, 0, 64), node(5, 0, 32)],
+    "nodes_left_out": 0,
+    "folds_left_out": 12,
 }
 CLIENTS: dict[str, Any] = {
     "clients": [
@@ -259,15 +269,34 @@ def test_sessions_are_those_of_the_tenant_asked_for_the_longest_idle_last(daemon
 def test_a_tree_shows_every_node_below_its_parent(daemon: Daemon) -> None:
     lines = ask(daemon, "tree", "proof").stdout.splitlines()
     assert lines[0] == "session 00000000000000ff (proof)"
-    assert [line.split("  ")[0] or line[:5].rstrip() for line in lines[2:]] == [
+    nodes = [line for line in lines[2:-1] if "folded" not in line]
+    assert [line.split("  ")[0] or line[:5].rstrip() for line in nodes] == [
         "0", "  5", "    7"[:5], "  3",
     ]  # fmt: skip
-    assert "cached" in lines[4]
+    assert "cached" in nodes[2]
+    assert "1.0 MiB  1.5 MiB" in nodes[0]
+
+
+def test_a_tree_shows_what_of_each_node_is_folded_and_for_how_long_it_is_kept(
+    daemon: Daemon,
+) -> None:
+    lines = ask(daemon, "tree", "proof").stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("  5"))
+    folded = [line.split() for line in lines[at + 1 : at + 4]]
+    assert [words[:2] for words in folded] == [
+        ["folded", "0..15"], ["folded", "16..31"], ["folded", "32..47"],
+    ]  # fmt: skip
+    assert [" ".join(words[10:]) for words in folded] == [
+        "4 held",
+        "4 held 3m 20s more",
+        "4 cached",
+    ]
+    assert lines[-1] == "and 12 folds more"
 
 
 def test_a_tree_whose_root_is_missing_is_shown_all_the_same(daemon: Daemon) -> None:
     daemon.reports[admin_wire.Tree] = TREE | {"nodes": [node(7, 5, 96), node(3, 0, 64)]}
-    assert len(ask(daemon, "tree", "proof").stdout.splitlines()) == 4
+    assert len(ask(daemon, "tree", "proof").stdout.splitlines()) == 5
 
 
 def test_a_terminal_gets_the_same_numbers(daemon: Daemon) -> None:

@@ -282,6 +282,7 @@ def test_nothing_is_acknowledged_before_the_catalog_has_it(
                     ("open_session", token, [KNOWN]),
                     ("fork", session, 1, 0, 0),
                     ("set_retention", session, 0, 2),
+                    ("fold", session, 0, 0, 1, 60.0),
                     ("set_priority", session, 9),
                     ("put_blob", session, 0, 1, b"state"),
                     ("prune", session, 1),
@@ -294,7 +295,7 @@ def test_nothing_is_acknowledged_before_the_catalog_has_it(
             assert not client._replies
             go_on.set()
             kinds = [client.reply(number)[0] for number in waiting]
-            assert kinds == ["layout_registered", "session", *["done"] * 6, "session", "done"]
+            assert kinds == ["layout_registered", "session", *["done"] * 7, "session", "done"]
 
     served.play(scene)
 
@@ -377,6 +378,7 @@ def test_bytes_of_one_session_are_read_by_who_has_its_token(served: Served) -> N
                 ("acquire", (1, session, 0, KNOWN, 0, 1)), ("describe", (session,)),
                 ("prune", (session, 0, False)), ("close_session", (session,)),
                 ("set_retention", (session, 0, 2)), ("get_blob", (session, 0)),
+                ("fold", (session, 0, 0, 1, 0.0)), ("unfold", (session, 0, 0, 1)),
                 ("fork", (session, 1, 0, 0)), ("prefetch", (1, session, 0, KNOWN, 0, 1)),
             ):  # fmt: skip
                 assert other.code(verb, *fields) == errors.UnknownSession.code, verb
