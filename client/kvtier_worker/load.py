@@ -22,6 +22,8 @@ from kvtier_worker.model import Llama, ModelConfig
 from kvtier_worker.tokenizer import Tokenizer, convert_gguf_tokenizer
 
 READ_BYTES: Final = 1 << 24
+CONVERTED_SUFFIX: Final = ".hf-2"
+"""Of the directory that a GGUF file becomes; another one whenever the conversion changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ def load_model(path: str, device: torch.device) -> LoadedModel:
 
     Errors: UnsupportedModel when there is no model, or one that is no plain Llama.
     """
-    directory = _hugging_face_directory(path)
+    directory = hugging_face_directory(path)
     config = read_config(directory)
     weights: dict[str, torch.Tensor] = {}
     for file in _weight_files(directory):
@@ -85,7 +87,11 @@ def read_config(directory: str) -> ModelConfig:
     )
 
 
-def _hugging_face_directory(path: str) -> str:
+def hugging_face_directory(path: str) -> str:
+    """The Hugging Face directory at `path`, or the one that its GGUF file is converted to.
+
+    Errors: UnsupportedModel.
+    """
     if os.path.isfile(os.path.join(path, "config.json")):
         return path
     files = [path] if os.path.isfile(path) else sorted(glob.glob(os.path.join(path, "*.gguf")))
@@ -94,7 +100,7 @@ def _hugging_face_directory(path: str) -> str:
             f"no model at {path}: it has neither a config.json nor exactly one .gguf file;"
             " give a Hugging Face directory or a GGUF file"
         )
-    directory = files[0].removesuffix(".gguf") + ".hf"
+    directory = files[0].removesuffix(".gguf") + CONVERTED_SUFFIX
     if not os.path.isdir(directory):
         _convert(files[0], directory)
     return directory

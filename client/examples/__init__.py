@@ -1,0 +1,1 @@
+"""Programs to read and to run: how an engine, and how a researcher, uses kvtierd."""

@@ -1,0 +1,1 @@
+"""The adapters of inference engines, and the examples, against a real daemon."""
