@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtier_worker.errors import TooLong
+from kvtier_worker.entries import Entries
+from kvtier_worker.errors import CannotFork, CannotUnfold, TooLong
+from kvtier_worker.folding import Folder, FoldPolicy
 from kvtier_worker.metrics import Clock, RunFigures
-from kvtier_worker.model import Llama
+from kvtier_worker.model import Llama, Watch
 from kvtier_worker.pool import BlockShape, PagedPool
 from kvtier_worker.sampler import Sampling, choose
 from kvtier_worker.scheduler import Chunk, Limits, Scheduler
@@ -21,20 +25,35 @@ from kvtier_worker.tile import TILE_ROWS, Row, build_tile
 DEFAULT_LIMITS: Final = Limits()
 
 
+_AT_REST: Final = (State.FINISHED, State.SUSPENDED, State.PRUNED)
+
+
 class Engine:
-    """Runs sequences to their end on one model, one pool and one store."""
+    """Runs sequences to their end on one model, one pool and one store.
+
+    Calls that change a sequence are made between steps. A sequence is a branch of a thought: `fork`
+    makes another that has everything so far in common with it, `prune` ends one.
+    """
 
     def __init__(
-        self, model: Llama, pool: PagedPool, store: KvStore, limits: Limits = DEFAULT_LIMITS
+        self,
+        model: Llama,
+        pool: PagedPool,
+        store: KvStore,
+        limits: Limits = DEFAULT_LIMITS,
+        folding: FoldPolicy | None = None,
     ) -> None:
+        """Without `folding` nothing is folded. Errors: BadStepRules."""
         self.model = model
         self.pool = pool
         self.store = store
-        self.scheduler = Scheduler(pool, store, limits)
+        self.folder = Folder(model, pool, store, folding)
+        self.scheduler = Scheduler(pool, store, self.folder, limits)
         self.clock = Clock()
         self.finished: list[Sequence] = []
         self.peak_pool_bytes = 0
         self.peak_request_bytes = 0
+        self._attended: list[tuple[Sequence, NDArray[np.float32]]] = []
         self._next_id = 0
 
     def submit(
@@ -49,6 +68,7 @@ class Engine:
                 prompt_tokens=len(prompt),
                 end_tokens=len(prompt) + new_tokens,
                 sampling=sampling,
+                kv=Entries(self.pool),
                 stop_token=stop_token,
             )
         )
@@ -56,9 +76,12 @@ class Engine:
     def step(self) -> bool:
         """Compute the next tokens of whoever is scheduled; false when nothing is left to do."""
         chunks = self.scheduler.plan()
+        self.finished += self.scheduler.failed
+        self.scheduler.failed.clear()
         self._note_peaks()
         if not chunks:
-            return False
+            return bool(self.scheduler.waiting)
+        self._attended.clear()
         logits = self._compute(chunks)
         for chunk in chunks:
             sequence = chunk.sequence
@@ -70,6 +93,9 @@ class Engine:
             self.scheduler.complete(chunk, token)
             if sequence.state is State.FINISHED:
                 self.finished.append(sequence)
+        for sequence, masses in self._attended:
+            if sequence.state is State.RUNNING:
+                self.folder.attended(sequence, masses)
         return True
 
     def run(self, on_step: Callable[["Engine"], None] | None = None) -> None:
@@ -78,15 +104,99 @@ class Engine:
             if on_step is not None:
                 on_step(self)
 
+    # ---------------------------------------------------------------- branches
+
+    def fork(self, sequence: Sequence, sampling: Sampling | None = None) -> Sequence:
+        """Another branch of a sequence's thought, where it is now, with its own sampling.
+
+        It shares the sequence's pages and what the daemon has of it. Both go on by themselves; the
+        fork of a parked sequence is parked. Errors: CannotFork.
+        """
+        if sequence.state in _AT_REST:
+            raise CannotFork(f"sequence {sequence.id} is {sequence.state.value}: nothing goes on")
+        scheduler = self.scheduler
+        if (
+            sequence.state is State.RUNNING and len(scheduler.running) >= scheduler.limits.running
+        ) or len(scheduler.waiting) >= scheduler.limits.waiting:
+            raise CannotFork(
+                f"{len(scheduler.running)} sequences run and {len(scheduler.waiting)} wait, which"
+                " is as many as may: park or prune one, or raise the limits"
+            )
+        child = Sequence(
+            id=self._take_id(),
+            tokens=list(sequence.tokens),
+            prompt_tokens=sequence.prompt_tokens,
+            end_tokens=sequence.end_tokens,
+            sampling=sampling or sequence.sampling,
+            kv=sequence.kv.fork(),
+            stop_token=sequence.stop_token,
+            arrival_step=sequence.arrival_step,
+            state=sequence.state,
+            thoughts=sequence.thoughts.fork(),
+            computed_tokens=sequence.computed_tokens,
+            reached_tokens=sequence.reached_tokens,
+            saved_entries=sequence.saved_entries,
+            saved_tokens=sequence.saved_tokens,
+        )
+        self.store.branch(sequence, child)
+        self.folder.fork(sequence, child)
+        scheduler.adopt(child)
+        return child
+
+    def prune(self, sequence: Sequence) -> None:
+        """End a branch at once: what no other branch needs of it is freed, here and there."""
+        if sequence.state in _AT_REST:
+            return
+        self.scheduler.remove(sequence)
+        self.store.forget(sequence)
+        self.folder.forget(sequence)
+        sequence.state = State.PRUNED
+
+    def park(self, sequence: Sequence) -> None:
+        """Take a branch out of the pool until it is woken; its KV moves down the tiers."""
+        if sequence.state not in (*_AT_REST, State.PARKED):
+            self.scheduler.park(sequence)
+
+    def wake(self, sequence: Sequence) -> None:
+        """Queue a parked branch again. Errors: QueueFull."""
+        if sequence.state is State.PARKED:
+            self.scheduler.wake(sequence)
+
+    # ------------------------------------------------------------------- steps
+
+    def unfold(self, sequence: Sequence, step: int, pinned: bool = False) -> None:
+        """Have the full KV of a folded step back before the next token.
+
+        It is folded again when the step that is open now ends, unless it is pinned. If the daemon
+        does not have it any more, the sequence goes on with the summary: `folder.notes` and
+        `folder.figures` tell. Errors: CannotUnfold.
+        """
+        if sequence.state in _AT_REST:
+            raise CannotUnfold(
+                f"sequence {sequence.id} is {sequence.state.value}: it has no steps any more"
+            )
+        self.folder.ask_unfold(sequence, step, pinned)
+
+    def refold(self, sequence: Sequence, step: int) -> None:
+        """Fold an unfolded step again, or take back that it should be unfolded."""
+        if sequence.state not in _AT_REST:
+            self.folder.ask_refold(sequence, step)
+
+    # ------------------------------------------------------ suspend and resume
+
     def suspend(self, sequence: Sequence) -> str:
         """Hand an unfinished sequence, KV and all, to the daemon.
 
-        The result is the token, in hex, by which any worker with the same model resumes it.
+        The result is the token by which any worker with the same model resumes it: the session's
+        in hex, and for one branch of several a dot and its number.
         Errors: `CannotSuspend` without a daemon; those of the client.
         """
-        assert sequence.state not in (State.FINISHED, State.SUSPENDED)
+        assert sequence.state not in _AT_REST
+        if sequence.state is State.RUNNING:
+            self.folder.pack(sequence)
         token = self.store.suspend(sequence)
         self.scheduler.remove(sequence)
+        self.folder.forget(sequence)
         sequence.state = State.SUSPENDED
         return token
 
@@ -113,10 +223,11 @@ class Engine:
             peak_running=counters.peak_running,
             preemptions=counters.preemptions,
             recomputed_tokens=counters.recomputed_tokens,
-            pool_bytes=(self.pool.pages + 1) * self.pool.shape.block_bytes,
+            pool_bytes=(self.pool.pages + 1) * self.pool.page_bytes,
             peak_pool_bytes=self.peak_pool_bytes,
             peak_request_bytes=self.peak_request_bytes,
             swap=self.store.figures(),
+            folding=self.folder.figures,
         )
 
     def _take_id(self) -> int:
@@ -134,15 +245,11 @@ class Engine:
 
     def _compute(self, chunks: Seq[Chunk]) -> dict[int, NDArray[np.float32]]:
         """Run all rows of a step, tile by tile. The result: logits by id, where one samples."""
-        rows = [
-            (chunk.sequence, Row(chunk.sequence.tokens[at], at, chunk.sequence.pages))
-            for chunk in chunks
-            for at in range(chunk.first, chunk.first + chunk.tokens)
-        ]
+        rows = [(chunk.sequence, row) for chunk in chunks for row in self._rows(chunk)]
         logits: dict[int, NDArray[np.float32]] = {}
         for start in range(0, len(rows), TILE_ROWS):
             part = rows[start : start + TILE_ROWS]
-            hidden = self._forward([row for _, row in part])
+            hidden = self._forward(part)
             last = {
                 sequence.id: i
                 for i, (sequence, row) in enumerate(part)
@@ -153,17 +260,37 @@ class Engine:
                 logits.update((id_, out[i]) for id_, i in last.items())
         return logits
 
-    def _forward(self, rows: Seq[Row]) -> Tensor:
-        shape = self.pool.shape
-        tile = build_tile(
-            rows, shape.block_tokens, shape.kv_heads, self.pool.scratch_page, self.model.device
-        )
-        return self.model.forward(tile, self.pool.k_pages, self.pool.v_pages)
+    def _rows(self, chunk: Chunk) -> list[Row]:
+        sequence = chunk.sequence
+        slots = sequence.kv.slots
+        behind = len(slots) - chunk.first - chunk.tokens  # entries less tokens
+        biased = sequence.thoughts.biased
+        rows = [
+            Row(sequence.tokens[at], at, slots[: at + behind + 1], biased)
+            for at in range(chunk.first, chunk.first + chunk.tokens)
+        ]
+        groups = self.folder.groups(sequence, len(slots)) if chunk.samples else None
+        if groups is not None:
+            rows[-1] = replace(rows[-1], groups=groups)
+        return rows
+
+    def _forward(self, part: Seq[tuple[Sequence, Row]]) -> Tensor:
+        """Shapes: the last hidden state [TILE_ROWS, hidden]."""
+        pool, rows = self.pool, [row for _, row in part]
+        tile = build_tile(rows, pool.shape.kv_heads, pool.scratch_slot, self.model.device)
+        if tile.groups is None:
+            return self.model.forward(tile, pool.kv)
+        masses = torch.zeros(len(rows), tile.group_count, device=self.model.device)
+        hidden = self.model.forward(tile, pool.kv, Watch(masses=masses))
+        for (sequence, row), mass in zip(part, masses.cpu().numpy(), strict=True):
+            if row.groups is not None:
+                self._attended.append((sequence, mass))
+        return hidden
 
     def _note_peaks(self) -> None:
         self.peak_pool_bytes = max(self.peak_pool_bytes, self.pool.used_bytes)
         pages = max((len(s.pages) for s in self.scheduler.running), default=0)
-        self.peak_request_bytes = max(self.peak_request_bytes, pages * self.pool.shape.block_bytes)
+        self.peak_request_bytes = max(self.peak_request_bytes, pages * self.pool.page_bytes)
 
 
 def block_shape(model: Llama, block_tokens: int) -> BlockShape:

@@ -6,6 +6,9 @@ WorkerError
 ├── TooLong            the model has no positions for so many tokens
 ├── QueueFull          as many sequences wait as may wait
 ├── CannotSuspend      the session cannot be suspended or resumed by this worker
+├── CannotFork         the sequence has ended, or there is no room for a branch of it
+├── CannotUnfold       there is no such folded step, or nobody keeps its full KV
+├── BadStepRules       what should end a step cannot: unknown tokens, a broken pattern
 └── DaemonFailed       the kvtierd that the worker started did not come up
 """
 
@@ -32,6 +35,18 @@ class QueueFull(WorkerError):
 
 class CannotSuspend(WorkerError):
     """The session cannot be suspended or resumed by this worker."""
+
+
+class CannotFork(WorkerError):
+    """The sequence has ended, or there is no room for a branch of it."""
+
+
+class CannotUnfold(WorkerError):
+    """There is no such folded step, or nobody keeps its full KV."""
+
+
+class BadStepRules(WorkerError):
+    """What should end a step cannot: tokens that the model has not, a pattern that is none."""
 
 
 class DaemonFailed(WorkerError):

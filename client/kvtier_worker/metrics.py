@@ -22,6 +22,40 @@ class SwapFigures(msgspec.Struct, frozen=True):
     lost: int = 0
     hashes_checked: int = 0
     hashes_wrong: int = 0
+    kept_steps: int = 0
+    brought_steps: int = 0
+
+
+class FoldFigures(msgspec.Struct, frozen=True):
+    """What was folded and unfolded. Units: tokens, entries, seconds.
+
+    `repeated` folds are those of KV that had been lost and was computed again; `unkept` steps are
+    not with the daemon; `misses` are unfolds of what the daemon had no more, `crowded` those for
+    which the pool had no room. `seconds` is all folding took, of which `operator_s` the operator
+    and `archive_s` the copy to the daemon; `unfold_s` comes on top.
+    """
+
+    folds: int = 0
+    folded_tokens: int = 0
+    summary_entries: int = 0
+    repeated: int = 0
+    unkept: int = 0
+    unfolds: int = 0
+    unfolded_tokens: int = 0
+    misses: int = 0
+    crowded: int = 0
+    refolds: int = 0
+    seconds: float = 0.0
+    operator_s: float = 0.0
+    archive_s: float = 0.0
+    unfold_s: float = 0.0
+    measured: int = 0
+    error_sum: float = 0.0
+
+    @property
+    def mean_error(self) -> float:
+        """The mean relative error of attention over what was measured; 0 without any."""
+        return self.error_sum / self.measured if self.measured else 0.0
 
 
 class RunFigures(msgspec.Struct, frozen=True):
@@ -41,6 +75,7 @@ class RunFigures(msgspec.Struct, frozen=True):
     peak_pool_bytes: int
     peak_request_bytes: int
     swap: SwapFigures
+    folding: FoldFigures = FoldFigures()
 
 
 class Clock:

@@ -49,6 +49,31 @@ class LayerWeights:
     down: TileLinear
 
 
+@dataclass(frozen=True, slots=True)
+class KvPages:
+    """The pages of every layer that a forward pass reads and writes.
+
+    Shapes: `k` and `v` hold [pages, block_tokens, kv_heads, head_dim] per layer; `bias` is empty,
+    or holds [pages, block_tokens, kv_heads] per layer.
+    """
+
+    k: list[Tensor]
+    v: list[Tensor]
+    bias: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a forward pass should tell besides its result.
+
+    Shapes: `queries` [layers, rows, heads, head_dim], turned by RoPE; `masses` [rows, groups], the
+    largest share of attention that any head of any layer gives to each of the tile's groups.
+    """
+
+    queries: Tensor | None = None
+    masses: Tensor | None = None
+
+
 class Llama:
     """The weights of one model and its forward pass."""
 
@@ -70,27 +95,39 @@ class Llama:
         self.cos, self.sin = _rope_table(config, device)
 
     @torch.inference_mode()
-    def forward(self, tile: Tile, k_pages: list[Tensor], v_pages: list[Tensor]) -> Tensor:
-        """Compute one tile and write its rows' K and V into the pages.
+    def forward(self, tile: Tile, pages: KvPages, watch: "Watch | None" = None) -> Tensor:
+        """Compute one tile and write its rows' K and V into the pages, at `tile.slots`.
 
-        Shapes: `k_pages[layer]`, `v_pages[layer]` [pages, block_tokens, kv_heads, head_dim],
-        changed at `tile.slots`; the result is the last hidden state [TILE_ROWS, hidden].
+        A written entry has no bias; `watch` is filled with what it asks for. Shapes: the result is
+        the last hidden state [TILE_ROWS, hidden].
         """
         c = self.config
         x = self.embedding[tile.tokens]
         cos, sin = self.cos[tile.positions], self.sin[tile.positions]
-        for layer, k_layer, v_layer in zip(self.layers, k_pages, v_pages, strict=True):
+        masses = watch.masses if watch is not None else None
+        for i, (layer, k_layer, v_layer) in enumerate(
+            zip(self.layers, pages.k, pages.v, strict=True)
+        ):
             h = layer.qkv(_rms_norm(x, layer.input_norm, c.rms_eps))
             h = h.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
             qk, v = h.tensor_split((c.heads + c.kv_heads,), dim=1)
             q, k = _rotate(qk, cos, sin).tensor_split((c.heads,), dim=1)
             k_layer.view(-1, c.kv_heads, c.head_dim)[tile.slots] = k
             v_layer.view(-1, c.kv_heads, c.head_dim)[tile.slots] = v
-            x = x + layer.out(paged_attention(q, k_layer, v_layer, tile))
+            bias_layer = pages.bias[i] if pages.bias else None
+            if bias_layer is not None:
+                bias_layer.view(-1, c.kv_heads)[tile.slots] = 0
+            if watch is not None and watch.queries is not None:
+                watch.queries[i] = q[: tile.rows]
+            x = x + layer.out(paged_attention(q, k_layer, v_layer, tile, bias_layer, masses))
             h = layer.gate_up(_rms_norm(x, layer.post_norm, c.rms_eps))
             gate, up = h.chunk(2, dim=-1)
             x = x + layer.down(gate / (1 + torch.exp(-gate)) * up)
         return _rms_norm(x, self.norm, c.rms_eps)
+
+    def rotated(self, queries: Tensor, by: int) -> Tensor:
+        """Queries as they would be `by` positions later. Shapes: [..., head_dim]."""
+        return _rotate(queries, self.cos[by], self.sin[by])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -5,12 +5,15 @@ another, and the pool holds the longest sequence alone, so somebody always gets 
 sequence enters with the pages for all its tokens at once, and only if a page is left over for
 those that run: nobody is let into a state in which all wait for each other. (To leave a page for
 each of them was tried: fewer preemptions, but more steps, and no fewer tokens computed in all.)
+A sequence whose steps fold is taken for as long as its folds leave it; what is due to its steps
+happens here, between two of its tokens.
 """
 
 from bisect import insort
 from dataclasses import dataclass
 
 from kvtier_worker.errors import PoolTooSmall, QueueFull
+from kvtier_worker.folding import Folder
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.sequence import Sequence, State
 from kvtier_worker.store import KvStore
@@ -55,18 +58,21 @@ class SchedulerCounters:
 class Scheduler:
     """Owns the queues and every sequence's pages."""
 
-    def __init__(self, pool: PagedPool, store: KvStore, limits: Limits) -> None:
+    def __init__(self, pool: PagedPool, store: KvStore, folder: Folder, limits: Limits) -> None:
         self.pool = pool
         self.store = store
+        self.folder = folder
         self.limits = limits
         self.counters = SchedulerCounters()
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self.failed: list[Sequence] = []
         self._step = 0
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a sequence. Errors: PoolTooSmall when it could never finish; QueueFull."""
-        need = self.pool.shape.blocks(sequence.end_tokens)
+        peak = self.folder.peak_tokens(sequence.prompt_tokens, sequence.end_tokens)
+        need = self.pool.shape.blocks(peak)
         if need > self.pool.pages:
             raise PoolTooSmall(
                 f"a sequence of {sequence.end_tokens} tokens takes {need} pages and the pool has"
@@ -75,25 +81,27 @@ class Scheduler:
         if len(self.waiting) >= self.limits.waiting:
             raise QueueFull(f"{self.limits.waiting} sequences wait already; submit it later")
         sequence.arrival_step = self._step
+        self.folder.accept(sequence)
         insort(self.waiting, sequence, key=Sequence.rank)
 
     def plan(self) -> list[Chunk]:
         """Preempt, admit, and name the tokens of the next step: decodes first, then prefill."""
         self._step += 1
-        if not self._grow():
-            self._admit()
+        if not self._settle() and self._admit():
+            self._settle()
         self.counters.peak_running = max(self.counters.peak_running, len(self.running))
         room = self.limits.step_rows
         chunks = []
         for sequence in sorted(self.running, key=lambda s: (_todo(s) > 1, s.rank())):
             tokens = min(_todo(sequence), room)
             if tokens:
+                sequence.kv.append(tokens)
                 chunks.append(Chunk(sequence, sequence.computed_tokens, tokens))
                 room -= tokens
         return chunks
 
     def complete(self, chunk: Chunk, token: int | None) -> None:
-        """The chunk's KV is in its pages; `token` is the one chosen if the chunk samples."""
+        """The chunk's KV is in its slots; `token` is the one chosen if the chunk samples."""
         assert chunk.samples == (token is not None)
         sequence = chunk.sequence
         sequence.computed_tokens += chunk.tokens
@@ -104,56 +112,141 @@ class Scheduler:
             return
         sequence.tokens.append(token)
         if sequence.ended:
-            self.remove(sequence)
-            self.store.forget(sequence)
-            sequence.state = State.FINISHED
+            self._finish(sequence)
+        else:
+            self.folder.accept(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue and its pages from it."""
-        (self.running if sequence.state is State.RUNNING else self.waiting).remove(sequence)
-        self.pool.give_back(sequence.pages)
-        sequence.pages = []
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.state in (State.WAITING, State.SWAPPED):
+            self.waiting.remove(sequence)
+        sequence.kv.release()
 
-    def _grow(self) -> bool:
-        """Give every running sequence the page for its last token; true if that preempted one."""
+    def park(self, sequence: Sequence) -> None:
+        """Take an unfinished sequence out of the pool and of its queue, its KV to the store."""
+        if sequence.state is State.RUNNING:
+            self._leave_pool(sequence)
+        else:
+            self.remove(sequence)
+        sequence.state = State.PARKED
+
+    def wake(self, sequence: Sequence) -> None:
+        """Queue a parked sequence again. Errors: QueueFull."""
+        if len(self.waiting) >= self.limits.waiting:
+            raise QueueFull(f"{self.limits.waiting} sequences wait already; wake it later")
+        sequence.state = State.SWAPPED if sequence.saved_entries else State.WAITING
+        insort(self.waiting, sequence, key=Sequence.rank)
+
+    def adopt(self, child: Sequence) -> None:
+        """Take a fork over, in the queue of the sequence that it was forked from."""
+        if child.state is State.RUNNING:
+            self.running.append(child)
+        elif child.state is not State.PARKED:
+            insort(self.waiting, child, key=Sequence.rank)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.remove(sequence)
+        self.store.forget(sequence)
+        self.folder.forget(sequence)
+        sequence.state = State.FINISHED
+
+    def _settle(self) -> bool:
+        """Let every running sequence's steps change that have to, and give it the pages that it
+        needs for its next tokens; true if that preempted one."""
+        for sequence in self.running:  # what gives pages back comes first
+            while self.folder.due(sequence) == 0:
+                self.folder.act(sequence)
         preempted = False
         for sequence in sorted(self.running, key=Sequence.rank):
-            while sequence.state is State.RUNNING and self._missing(sequence):
-                if self.pool.free_pages:
-                    sequence.pages += self.pool.take(1)
-                else:
-                    self._preempt(max(self.running, key=Sequence.rank))
-                    preempted = True
+            while sequence.state is State.RUNNING:
+                due = self.folder.due(sequence)
+                need = sequence.kv.missing_pages(_todo(sequence)) if due is None else due
+                if due is None and not need:
+                    break
+                if need > self.pool.free_pages:
+                    preempted |= self._make_room(sequence)
+                    continue
+                sequence.kv.provide(self.pool.take(need))
+                if due is not None:
+                    self.folder.act(sequence)
         return preempted
 
-    def _missing(self, sequence: Sequence) -> bool:
-        return self.pool.shape.blocks(len(sequence.tokens)) > len(sequence.pages)
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Preempt the last in rank for a sequence that needs pages; true if that was possible.
+
+        The only one that runs has the pool to itself: it forgoes an unfold, or it has to end.
+        """
+        if len(self.running) > 1:
+            self._preempt(max(self.running, key=Sequence.rank))
+            return True
+        if not self.folder.give_up(sequence):
+            sequence.failure = PoolTooSmall(
+                f"sequence {sequence.id} needs more than the pool's {self.pool.pages} pages at"
+                f" token {sequence.computed_tokens}: its steps are longer than was expected; raise"
+                " the pool's budget"
+            )
+            self._finish(sequence)
+            self.failed.append(sequence)
+        return False
 
     def _preempt(self, victim: Sequence) -> None:
-        # The store answers before the pages go: what it could not keep is computed again.
-        kept_tokens = self.store.save(victim) if victim.computed_tokens else 0
-        self.remove(victim)
-        victim.state = State.SWAPPED if kept_tokens else State.WAITING
-        victim.computed_tokens = 0
+        self._leave_pool(victim)
         insort(self.waiting, victim, key=Sequence.rank)
         self.counters.preemptions += 1
 
-    def _admit(self) -> None:
+    def _leave_pool(self, victim: Sequence) -> None:
+        # The store answers before the pages go: what it could not keep is computed again.
+        self.folder.pack(victim)
+        victim.saved_entries = self.store.save(victim) if victim.computed_tokens else 0
+        victim.saved_tokens = victim.computed_tokens
+        self.remove(victim)
+        victim.computed_tokens = 0
+        if victim.saved_entries:
+            victim.state = State.SWAPPED
+        else:
+            victim.state = State.WAITING
+            victim.thoughts.lose(0)
+
+    def _admit(self) -> bool:
+        """Let in who waits, as long as there is room; true if anybody came."""
+        before = len(self.running)
         while self.waiting and len(self.running) < self.limits.running:
             sequence = self.waiting[0]
-            need = self.pool.shape.blocks(len(sequence.tokens))
+            need = self.pool.shape.blocks(sequence.thoughts.peak_entries(len(sequence.tokens)))
+            need = min(need, self.pool.pages)
             left_over = 1 if self.running else 0
             if need + left_over > self.pool.free_pages:
                 if sequence.state is State.SWAPPED:
                     self.store.expect(sequence)
-                return
+                break
             self.waiting.pop(0)
-            sequence.pages = self.pool.take(need)
+            sequence.kv.provide(self.pool.take(need))
             if sequence.state is State.SWAPPED:
-                sequence.computed_tokens = self.store.load(sequence)
+                self._load(sequence)
             sequence.state = State.RUNNING
             self.running.append(sequence)
+        return len(self.running) > before
+
+    def _load(self, sequence: Sequence) -> None:
+        """Bring back what was saved; of what was lost, find out from which token to compute."""
+        thoughts = sequence.thoughts
+        sequence.kv.append(sequence.saved_entries)
+        entries = self.store.load(sequence)
+        sequence.saved_entries = 0
+        if entries == sequence.saved_tokens - thoughts.folded_away():
+            self.folder.unpacked(sequence)
+            sequence.computed_tokens = sequence.saved_tokens
+            return
+        sequence.computed_tokens = thoughts.lose(entries)
+        sequence.kv.truncate(sequence.computed_tokens)
+        if sequence.computed_tokens < entries:
+            self.store.cut(sequence, sequence.computed_tokens)
 
 
 def _todo(sequence: Sequence) -> int:
-    return len(sequence.tokens) - sequence.computed_tokens
+    """How many tokens may be computed before something has to happen to the sequence."""
+    stop = sequence.thoughts.stop(sequence.computed_tokens)
+    end = len(sequence.tokens) if stop is None else min(stop, len(sequence.tokens))
+    return end - sequence.computed_tokens

@@ -9,13 +9,18 @@ WAITING ───────▶ RUNNING ─────────────
       preempt,    ▼    │
       KV kept   SWAPPED┘
 
+Any but FINISHED ──park──▶ PARKED: out of the pool and of every queue, until it is woken.
 Any but FINISHED ──suspend──▶ SUSPENDED: the daemon has it, this worker knows it no more.
+Any ──prune──▶ PRUNED: a branch that nobody wants any more.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtier_worker.entries import Entries
+from kvtier_worker.errors import WorkerError
 from kvtier_worker.sampler import Sampling
+from kvtier_worker.thoughts import Thoughts
 
 
 class State(Enum):
@@ -24,16 +29,20 @@ class State(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
+    PARKED = "parked"
     FINISHED = "finished"
     SUSPENDED = "suspended"
+    PRUNED = "pruned"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request; the scheduler alone changes `state`, `pages` and `computed_tokens`.
+    """A request; the scheduler alone changes `state`, `kv`, `thoughts` and the token counts.
 
-    `computed_tokens` is the KV now in `pages`; `reached_tokens` is the most that it ever was, so
-    that what is computed below it is recomputation. `end_tokens` is the length at which it ends.
+    `computed_tokens` is what the KV now in `kv` stands for; `reached_tokens` is the most that it
+    ever was, so that what is computed below it is recomputation. `end_tokens` is the length at
+    which it ends. While it is out of the pool, `saved_entries` of the `saved_tokens` that were
+    computed are kept. `failure` says why it ended early.
     """
 
     id: int
@@ -41,12 +50,21 @@ class Sequence:
     prompt_tokens: int
     end_tokens: int
     sampling: Sampling
+    kv: Entries
     stop_token: int | None = None
     arrival_step: int = 0
     state: State = State.WAITING
-    pages: list[int] = field(default_factory=list)
+    thoughts: Thoughts = field(default_factory=Thoughts)
     computed_tokens: int = 0
     reached_tokens: int = 0
+    saved_entries: int = 0
+    saved_tokens: int = 0
+    failure: WorkerError | None = None
+
+    @property
+    def pages(self) -> list[int]:
+        """The pool's pages that it refers to."""
+        return self.kv.pages
 
     @property
     def generated(self) -> list[int]:

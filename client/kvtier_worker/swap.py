@@ -1,13 +1,17 @@
-"""The store that swaps to kvtierd: pages to arena slots and back, each block with its hash.
+"""The store that swaps to kvtierd: entries to arena slots and back, each block with its hash.
 
-A sequence has one session in the daemon, from its first swap-out to its end. KV that has once been
-swapped out stays there, so a later preemption writes only what was computed since: new blocks, and
-the partly filled one again with more valid tokens.
+The branches of a thought have one session in the daemon, from the first swap-out or fold to the
+end of the last of them (see `branches.py`). KV that has once been swapped out stays there, so a
+later preemption writes only what was computed since: new blocks, and the partly filled one again
+with more valid entries. A fold changes entries that may have been stored: then its branch goes on
+in a new node from there.
 """
 
-import re
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 from typing import Final
 
@@ -19,14 +23,15 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 import kvtier_client as kv
-from kvtier_client import errors, wire
-from kvtier_worker.errors import CannotSuspend
+from kvtier_client import errors
+from kvtier_worker.branches import Branch, Family, Live, Mark
 from kvtier_worker.metrics import SwapFigures
 from kvtier_worker.pool import PagedPool
-from kvtier_worker.saved import SavedSession, decode_saved, encode_saved
+from kvtier_worker.saved import open_saved, save_session
 from kvtier_worker.sequence import Sequence, State
+from kvtier_worker.thoughts import Archived, Step
+from kvtier_worker.tile import Slots
 
-ROOT_NODE: Final = 0
 PREFETCH_DEADLINE_S: Final = 10.0
 
 Views = Seq[NDArray[np.uint8]]
@@ -37,6 +42,7 @@ _NOT_SAVED = (
     errors.QuotaExceeded,
     errors.ShuttingDown,
     errors.TransportError,
+    errors.UnknownSession,
 )
 """What may befall a swap-out: then the tokens that are not kept are computed again."""
 
@@ -50,27 +56,46 @@ _KV_IS_GONE = (
 )
 """What may befall a swap-in, with the same end. Other errors are faults, to be seen."""
 
+_SESSION_IS_GONE = (errors.TransportError, errors.UnknownSession, errors.ShuttingDown)
+"""What may befall the end of a node or session; one that nobody resumes ends by itself."""
+
 
 @dataclass(slots=True)
-class _Kept:
-    """What the daemon has of one sequence: its first `tokens` tokens, one hash per block."""
+class _Arrival:
+    """Which blocks of a swap-in came, and were what had been stored."""
 
-    session: kv.Session
-    tokens: int = 0
-    hashes: list[int] = field(default_factory=list)
-    expected: bool = False
-    blob_version: int = 0
+    right: NDArray[np.bool_]
+    wrong: NDArray[np.bool_]
+    lost: int = 0
+
+    @property
+    def leading(self) -> int:
+        """How many leading blocks are good."""
+        return len(self.right) if self.right.all() else int(self.right.argmin())
 
 
 class DaemonStore:
-    """Keeps preempted KV in the daemon; satisfies `KvStore`."""
+    """Keeps preempted and folded KV in the daemon; satisfies `KvStore`."""
 
-    def __init__(self, client: kv.Client, pool: PagedPool, model: str, wait_s: float) -> None:
-        """`model` is the model's identity; `wait_s` is how long a swap may wait for room."""
+    unfolds = True
+
+    def __init__(
+        self,
+        client: kv.Client,
+        pool: PagedPool,
+        model: str,
+        wait_s: float,
+        grace_s: float = inf,
+    ) -> None:
+        """`model` is the model's identity; `wait_s` is how long a swap may wait for room.
+
+        `grace_s` is how long the full KV of a folded step is surely kept.
+        """
         shape = pool.shape
         self._client = client
         self._pool = pool
         self._wait_s = wait_s
+        self._grace_s = grace_s
         self.layout = kv.Layout(
             model=model,
             dtype="float32",
@@ -81,167 +106,272 @@ class DaemonStore:
             block_bytes=shape.block_bytes,
         )
         client.register_layout(self.layout)
-        self._kept: dict[int, _Kept] = {}
+        self._branches: dict[int, Branch] = {}
+        self._unheard = False
         self._figures = SwapFigures()
+
+    # ------------------------------------------------------- whole sequences
 
     def save(self, sequence: Sequence) -> int:
         """Swap out what the daemon has not got yet; without room or answer, that is not kept."""
-        kept = self._kept.get(sequence.id)
-        started_s = perf_counter()
-        try:
-            if kept is None:
-                session = self._client.open_session(layouts=[self.layout])
-                kept = self._kept[sequence.id] = _Kept(session)
-            written = self._write(sequence, kept)
-        except _NOT_SAVED:
-            self._count(refused=1)
-            return 0 if kept is None else kept.tokens
-        kept.expected = False
-        self._count(
-            swap_outs=1,
-            out_blocks=written,
-            out_bytes=written * self.layout.block_bytes,
-            out_s=perf_counter() - started_s,
-        )
-        return kept.tokens
+        branch = self._branch(sequence)
+        with self._saving():
+            self._write(branch.live, sequence.kv.slots)
+            branch.expected = False
+            self._count(swap_outs=1)
+        return branch.live.entries
 
     def load(self, sequence: Sequence) -> int:
         """Swap in; a block that is lost, or whose hash differs, ends what is given back."""
-        kept = self._kept[sequence.id]
-        blocks = self._pool.shape.blocks(kept.tokens)
-        started_s = perf_counter()
-        right = np.zeros(blocks, np.bool_)
-        wrong = np.zeros(blocks, np.bool_)
-
-        def drain(views: Views, first: int, end: int) -> None:
-            for i, view in zip(range(first, end), views, strict=True):
-                # Hash what is kept, not what lies in the slot: a lease can end while we read.
-                record = self._record(view.copy())
-                right[i] = _hash(record, self._valid(i, kept.tokens)) == kept.hashes[i]
-                wrong[i] = not right[i]
-                self._pool.write_blocks([sequence.pages[i]], record)
-
-        try:
-            kept.session.swap_in(drain, range(blocks), wait_s=self._wait_s)
-        except _KV_IS_GONE:
-            self._count(lost=int((~right & ~wrong).sum()))
-        verified = blocks if right.all() else int(right.argmin())
-        restored_tokens = min(kept.tokens, verified * self._pool.shape.block_tokens)
-        self._count(
-            swap_ins=1,
-            in_blocks=verified,
-            in_bytes=verified * self.layout.block_bytes,
-            in_s=perf_counter() - started_s,
-            hashes_checked=int((right | wrong).sum()),
-            hashes_wrong=int(wrong.sum()),
-        )
-        if verified < blocks:
-            # Its names are taken by bytes that are no good: the next swap-out starts a new session.
-            self.forget(sequence)
-        return restored_tokens
+        branch = self._branches[sequence.id]
+        live, entries = branch.live, branch.live.entries
+        blocks = self._pool.shape.blocks(entries)
+        marks = [live.mark(page) for page in range(blocks)]
+        arrival = self._read(branch, live.readable_id(), range(blocks), marks, sequence.kv.slots)
+        self._count(swap_ins=1)
+        good = min(entries, arrival.leading * self._pool.shape.block_tokens)
+        if good < entries:
+            # Its names are taken by bytes that are no good: its next swap-out gets new ones.
+            self.cut(sequence, good)
+        return good
 
     def expect(self, sequence: Sequence) -> None:
         """Ask the daemon, once per swap-out, to have the sequence's blocks in DRAM soon."""
-        kept = self._kept[sequence.id]
-        if kept.expected:
+        branch = self._branches[sequence.id]
+        if branch.expected:
             return
-        kept.expected = True
-        pages = (0, self._pool.shape.blocks(kept.tokens))
-        try:
-            kept.session.prefetch(pages=pages, deadline_s=PREFETCH_DEADLINE_S)
-        except _KV_IS_GONE:
-            return  # only a hint; the swap-in itself will say what is wrong
+        branch.expected = True
+        blocks = self._pool.shape.blocks(branch.live.entries)
+        self._prefetch(branch, branch.live.readable_id(), (0, blocks))
 
     def forget(self, sequence: Sequence) -> None:
-        """Close the sequence's session, if it has one."""
-        kept = self._kept.pop(sequence.id, None)
-        if kept is None:
+        """End the sequence's branch; the session ends with the last one."""
+        branch = self._branches.pop(sequence.id, None)
+        if branch is None:
+            return
+        self._flush()
+        try:
+            branch.leave()
+        except _SESSION_IS_GONE:
+            return
+
+    def branch(self, sequence: Sequence, child: Sequence) -> None:
+        """The child's branch starts from what the sequence has stored and has in the pool."""
+        entries = len(sequence.kv) if sequence.state is State.RUNNING else sequence.saved_entries
+        unfolded = sequence.thoughts.unfolded_entries()
+        self._branches[child.id] = self._branch(sequence).fork(entries - unfolded)
+
+    def cut(self, sequence: Sequence, entry: int) -> None:
+        """Go on in a new node from `entry` on, if more than that was stored."""
+        branch = self._branches.get(sequence.id)
+        if branch is None:
             return
         try:
-            kept.session.close()
-        except (errors.TransportError, errors.UnknownSession, errors.ShuttingDown):
-            return  # a session that nobody resumes ends by itself
+            branch.live = branch.live.cut(entry)
+        except _NOT_SAVED:
+            self._let_go(sequence)
+
+    # ------------------------------------------------------------------ steps
+
+    def keep_step(self, sequence: Sequence, step: Step, slots: Slots) -> bool:
+        """Append the step's full KV to its branch's archive, without waiting for the commit."""
+        branch = self._branch(sequence)
+        archive = branch.archive
+        first = archive.end_page
+        with self._saving():
+            pages = range(first, first + self._pool.shape.blocks(len(slots)))
+            self._unheard = True
+            marks = self._store(branch, archive.make(), pages, slots, ack=False)
+            archive.end_page = pages.stop
+            step.archived = Archived(first, tuple(mark.hash for mark in marks))
+            self._count(kept_steps=1)
+            return True
+        if archive.id is not None:
+            branch.archive = archive.fork()  # some of the pages may have got their names
+        return False
+
+    def folded(self, sequence: Sequence, step: Step) -> None:
+        """Let the grace period of the step's full KV begin; nobody waits for the daemon's word."""
+        branch = self._branches.get(sequence.id)
+        if branch is None or step.archived is None:
+            return
+        node, pages = branch.archive.readable_id(), step.archived.pages
+        try:
+            branch.family.session.fold(node, pages, self._grace_s, kept=step.kept, ack=False)
+        except _NOT_SAVED:
+            return  # it stays HELD, which is more than was asked
+
+    def expect_step(self, sequence: Sequence, step: Step) -> None:
+        """Ask the daemon to have the step's blocks in DRAM soon."""
+        branch = self._branches.get(sequence.id)
+        if branch is not None and step.archived is not None:
+            self._prefetch(branch, branch.archive.readable_id(), step.archived.pages)
+
+    def bring_step(self, sequence: Sequence, step: Step, slots: Slots) -> bool:
+        """Read the step's pages of the archive; all must be there, and be what was stored."""
+        branch = self._branches.get(sequence.id)
+        if branch is None or step.archived is None:
+            return False
+        node, archived = branch.archive.readable_id(), step.archived
+        if not self._held_again(branch, node, archived):
+            return False
+        tokens = self._pool.shape.block_tokens
+        valid = [min(tokens, len(slots) - i * tokens) for i in range(len(archived.hashes))]
+        marks = [Mark(*pair) for pair in zip(archived.hashes, valid, strict=True)]
+        arrival = self._read(branch, node, range(*archived.pages), marks, slots)
+        self._count(brought_steps=1)
+        return bool(arrival.right.all())
+
+    def _held_again(self, branch: Branch, node: int, archived: Archived) -> bool:
+        """Whether all of a step is there; it is HELD from now on, and on its way to DRAM."""
+        try:
+            return not branch.family.session.unfold(node, archived.pages).gone
+        except _KV_IS_GONE:
+            return False
+
+    def _flush(self) -> None:
+        """Hear what became of the steps that nobody waited for; one that failed is a miss later."""
+        if not self._unheard:
+            return
+        self._unheard = False
+        try:
+            self._client.flush(self._wait_s)
+        except errors.KvtierError:
+            self._count(refused=1)
+
+    # ------------------------------------------------------ suspend and resume
 
     def suspend(self, sequence: Sequence) -> str:
         """Swap out and leave everything that a resume needs in the session's blob."""
-        if sequence.state is State.RUNNING and sequence.computed_tokens:
-            self.save(sequence)
-        kept = self._kept.get(sequence.id)
-        if kept is None:
-            kept = _Kept(self._client.open_session(layouts=[self.layout]))
-        saved = SavedSession(
-            layout=self.layout.fingerprint(),
-            tokens=sequence.tokens,
-            prompt_tokens=sequence.prompt_tokens,
-            end_tokens=sequence.end_tokens,
-            stop_token=sequence.stop_token,
-            sampling=sequence.sampling,
-            reached_tokens=sequence.reached_tokens,
-            kept_tokens=kept.tokens,
-            hashes=kept.hashes,
-        )
-        kept.session.put_blob(encode_saved(saved), version=kept.blob_version + 1)
-        self._kept.pop(sequence.id, None)
-        return kept.session.token.hex()
+        if sequence.state is State.RUNNING:
+            sequence.saved_entries = self.save(sequence) if sequence.computed_tokens else 0
+            sequence.saved_tokens = sequence.computed_tokens
+        self._flush()
+        token = save_session(sequence, self._branch(sequence), self.layout.fingerprint())
+        self._branches.pop(sequence.id).hand_over()
+        return token
 
     def resume(self, token: str, sequence_id: int) -> Sequence:
         """Take a suspended session over; what the daemon lost of it meanwhile is not relied on."""
-        if not re.fullmatch("[0-9a-f]{32}", token):
-            raise CannotSuspend("a session's token has 32 hex digits, and this one has not")
-        session = self._client.resume_session(bytes.fromhex(token))
-        version, data = session.get_blob()
-        saved = decode_saved(data)
-        if saved.layout != self.layout.fingerprint():
-            raise CannotSuspend(
-                "the session was suspended by another model, or with another block size; resume"
-                " it with the model and block_tokens that it had"
-            )
-        present = _leading_pages(session) * self._pool.shape.block_tokens
-        kept_tokens = min(saved.kept_tokens, present)
-        if kept_tokens < saved.kept_tokens:
-            self._count(lost=self._pool.shape.blocks(saved.kept_tokens - kept_tokens))
-        blocks = self._pool.shape.blocks(kept_tokens)
-        self._kept[sequence_id] = _Kept(
-            session, kept_tokens, saved.hashes[:blocks], blob_version=version
+        sequence, branch, lost = open_saved(
+            token, sequence_id, self._client, self._pool, self.layout.fingerprint()
         )
-        return Sequence(
-            id=sequence_id,
-            tokens=saved.tokens,
-            prompt_tokens=saved.prompt_tokens,
-            end_tokens=saved.end_tokens,
-            sampling=saved.sampling,
-            stop_token=saved.stop_token,
-            state=State.SWAPPED if kept_tokens else State.WAITING,
-            reached_tokens=saved.reached_tokens,
-        )
+        self._branches[sequence_id] = branch
+        if lost:
+            self._count(lost=lost)
+        return sequence
 
     def figures(self) -> SwapFigures:
         """What was moved so far."""
         return self._figures
 
-    def _write(self, sequence: Sequence, kept: _Kept) -> int:
-        """Swap out the blocks that grew since the last time; the result is how many."""
-        tokens = sequence.computed_tokens
-        start = kept.tokens // self.layout.block_tokens
-        if tokens == kept.tokens:
-            return 0
-        pages = range(start, self._pool.shape.blocks(tokens))
+    # -------------------------------------------------------------- internals
+
+    def _branch(self, sequence: Sequence) -> Branch:
+        """The sequence's branch; the first of a session of its own if it has none."""
+        branch = self._branches.get(sequence.id)
+        if branch is None:
+            family = Family(self._open, self._pool.shape.block_tokens)
+            branch = self._branches[sequence.id] = Branch.first(family)
+        return branch
+
+    def _open(self) -> kv.Session:
+        return self._client.open_session(layouts=[self.layout])
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Begin a session anew: what was stored of the sequence is not relied on any more."""
+        self.forget(sequence)
+        for step in sequence.thoughts.steps:
+            step.archived = None
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
+        except _NOT_SAVED:
+            self._count(refused=1)
+
+    def _write(self, live: Live, slots: Slots) -> None:
+        """Store a branch's entries, as far as they are not stored: first what it shares."""
+        tokens = self._pool.shape.block_tokens
+        parent = live.parent
+        if live.id is None and isinstance(parent, Live) and not parent.closed:
+            shared = live.fork_entry // tokens * tokens
+            if parent.entries < shared:
+                self._write(parent, slots[:shared])
+            live.lower(parent.entries)
+        if len(slots) == live.entries:
+            return
+        first = max(live.entries // tokens, live.first_page)
+        pages = range(first, self._pool.shape.blocks(len(slots)))
+        node = live.make()
+        live.torn = True
+        marks = self._store(live, node, pages, slots[first * tokens :])
+        live.put(first, marks, len(slots))
+
+    def _store(
+        self, owner: Branch | Live, node: int, pages: range, slots: Slots, ack: bool = True
+    ) -> list[Mark]:
+        """Swap entries out as pages of a node; without `ack` nobody waits for the daemon's word.
+
+        Shapes: `slots` those of the pages' entries.
+        """
+        tokens = self._pool.shape.block_tokens
+        valid = [min(tokens, len(slots) - i * tokens) for i in range(len(pages))]
         hashes = [0] * len(pages)
+        started_s = perf_counter()
 
         def fill(views: Views, first: int, end: int) -> None:
             for i, view in zip(range(first, end), views, strict=True):
                 record = self._record(view)
-                self._pool.read_blocks([sequence.pages[pages[i]]], record)
-                hashes[i] = _hash(record, self._valid(pages[i], tokens))
+                self._pool.read_record(slots[i * tokens : i * tokens + valid[i]], record)
+                hashes[i] = _hash(record, valid[i])
 
-        valid = [self._valid(page, tokens) for page in pages]
-        kept.session.swap_out(fill, pages, valid, wait_s=self._wait_s)
-        kept.hashes[start:] = hashes
-        kept.tokens = tokens
-        return len(pages)
+        owner.family.session.swap_out(fill, pages, valid, node=node, wait_s=self._wait_s, ack=ack)
+        self._count(
+            out_blocks=len(pages),
+            out_bytes=len(pages) * self.layout.block_bytes,
+            out_s=perf_counter() - started_s,
+        )
+        return [Mark(*pair) for pair in zip(hashes, valid, strict=True)]
 
-    def _valid(self, page: int, tokens: int) -> int:
-        return min(self.layout.block_tokens, tokens - page * self.layout.block_tokens)
+    def _read(
+        self, branch: Branch, node: int, pages: range, marks: list[Mark], slots: Slots
+    ) -> _Arrival:
+        """Swap pages in, each into one page of the pool. Shapes: `slots` those of all entries."""
+        tokens = self._pool.shape.block_tokens
+        arrival = _Arrival(np.zeros(len(pages), np.bool_), np.zeros(len(pages), np.bool_))
+        right, wrong = arrival.right, arrival.wrong
+        targets = (slots[::tokens] // tokens).tolist()
+        started_s = perf_counter()
+
+        def drain(views: Views, first: int, end: int) -> None:
+            for i, view in zip(range(first, end), views, strict=True):
+                # Hash what is kept, not what lies in the slot: a lease can end while we read.
+                record = self._record(view.copy())
+                right[i] = _hash(record, marks[i].valid) == marks[i].hash
+                wrong[i] = not right[i]
+                self._pool.write_blocks([targets[i]], record)
+
+        try:
+            branch.family.session.swap_in(drain, pages, node=node, wait_s=self._wait_s)
+        except _KV_IS_GONE:
+            arrival.lost = int((~right & ~wrong).sum())
+        self._count(
+            lost=arrival.lost,
+            in_blocks=arrival.leading,
+            in_bytes=arrival.leading * self.layout.block_bytes,
+            in_s=perf_counter() - started_s,
+            hashes_checked=int((right | wrong).sum()),
+            hashes_wrong=int(wrong.sum()),
+        )
+        return arrival
+
+    def _prefetch(self, branch: Branch, node: int, pages: tuple[int, int]) -> None:
+        try:
+            branch.family.session.prefetch(pages=pages, node=node, deadline_s=PREFETCH_DEADLINE_S)
+        except _KV_IS_GONE:
+            return  # only a hint; the swap-in itself will say what is wrong
 
     def _record(self, view: NDArray[np.uint8]) -> Tensor:
         """A slot's bytes as one block record. Shapes: [1, *BlockShape.record]."""
@@ -256,13 +386,3 @@ class DaemonStore:
 def _hash(record: Tensor, valid: int) -> int:
     """xxh3-64 of a record's valid bytes. Shapes: `record` [1, layers, 2, block_tokens, ...]."""
     return xxh3_64_intdigest(np.ascontiguousarray(record[:, :, :, :valid].numpy()).data)
-
-
-def _leading_pages(session: kv.Session) -> int:
-    """How many pages from the first on the daemon still has of the session's root."""
-    for node in session.nodes():
-        if node.node == ROOT_NODE:
-            there = np.asarray(node.tiers[0]) != wire.TIER_LOST
-            pages = np.sort(np.asarray(node.pages[0])[there])
-            return int((pages == np.arange(len(pages))).sum())
-    return 0

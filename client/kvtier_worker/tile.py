@@ -22,14 +22,27 @@ TILE_ROWS: Final = 16
 CHUNK_TOKENS: Final = 64
 """Keys of one attention product; a multiple of every allowed block size."""
 
+Slots = NDArray[np.int64]
+"""Where entries lie in the pool: page * block_tokens + offset, one number per entry."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One token to compute: where it stands in its sequence, and that sequence's pages."""
+    """One token to compute: what it attends to, and where it stands.
+
+    `position` is the token's place in its sequence, by which RoPE turns it; `slots` are the entries
+    it attends to in attention order, its own last. The two counts differ once a step is folded.
+    `biased` says that some of the entries have a logit bias. `groups` has one number per entry
+    whose mass is to be measured, 0 for nobody's. A row that does not `write` finds its own K and V
+    in its slot already.
+    """
 
     token: int
     position: int
-    pages: Seq[int]
+    slots: Slots
+    biased: bool = False
+    groups: NDArray[np.int64] | None = None
+    write: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,52 +52,71 @@ class Tile:
     Shapes: `tokens`, `positions`, `slots` [TILE_ROWS], of which the first `rows` are not padding;
     `keys` [chunks, rows * kv_heads * CHUNK_TOKENS], indices into a layer's pages seen as [pages *
     block_tokens * kv_heads, head_dim]; `hidden` [chunks, rows, 1, 1, CHUNK_TOKENS], true where a
-    key must not be seen.
+    key must not be seen; `groups` [chunks, rows, CHUNK_TOKENS], or None when no mass is measured,
+    with numbers below `group_count`.
     """
 
     rows: int
-
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     keys: Tensor
     hidden: Tensor
+    biased: bool
+    groups: Tensor | None
+    group_count: int
 
 
-def build_tile(
-    rows: Seq[Row], block_tokens: int, kv_heads: int, scratch_page: int, device: torch.device
-) -> Tile:
-    """Lay up to `TILE_ROWS` rows out as a tile; the pages of every row must cover its position."""
-    assert 0 < len(rows) <= TILE_ROWS and CHUNK_TOKENS % block_tokens == 0
+def build_tile(rows: Seq[Row], kv_heads: int, scratch_slot: int, device: torch.device) -> Tile:
+    """Lay up to `TILE_ROWS` rows out as a tile."""
+    assert 0 < len(rows) <= TILE_ROWS
     positions = np.zeros(TILE_ROWS, np.int64)
     tokens = np.zeros(TILE_ROWS, np.int64)
+    written = np.full(TILE_ROWS, scratch_slot, np.int64)
     positions[: len(rows)] = [row.position for row in rows]
     tokens[: len(rows)] = [row.token for row in rows]
-    chunks = int(positions.max()) // CHUNK_TOKENS + 1
-    pages = np.full((len(rows), chunks * CHUNK_TOKENS // block_tokens), scratch_page, np.int64)
-    slots = np.full(TILE_ROWS, scratch_page * block_tokens, np.int64)
-    for i, row in enumerate(rows):
-        block, offset = divmod(row.position, block_tokens)
-        pages[i, : block + 1] = row.pages[: block + 1]
-        slots[i] = row.pages[block] * block_tokens + offset
+    written[: len(rows)] = [row.slots[-1] if row.write else scratch_slot for row in rows]
+    lengths = np.array([len(row.slots) for row in rows])
+    chunks = -(-int(lengths.max()) // CHUNK_TOKENS)
+    slots = _padded([row.slots for row in rows], chunks, scratch_slot)
+    groups, group_count = _groups(rows, chunks)
     return Tile(
         rows=len(rows),
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
-        slots=torch.from_numpy(slots).to(device),
-        keys=torch.from_numpy(_key_indices(pages, block_tokens, kv_heads)).to(device),
-        hidden=torch.from_numpy(_hidden(positions[: len(rows)], chunks)).to(device),
+        slots=torch.from_numpy(written).to(device),
+        keys=torch.from_numpy(_key_indices(slots, kv_heads)).to(device),
+        hidden=torch.from_numpy(_hidden(lengths, chunks)).to(device),
+        biased=any(row.biased for row in rows),
+        groups=None if groups is None else torch.from_numpy(groups).to(device),
+        group_count=group_count,
     )
 
 
-def _key_indices(pages: NDArray[np.int64], block_tokens: int, kv_heads: int) -> NDArray[np.int64]:
-    tokens = pages[:, :, None] * block_tokens + np.arange(block_tokens)
-    tokens = tokens.reshape(len(pages), -1, CHUNK_TOKENS).swapaxes(0, 1)
-    heads = tokens[:, :, None, :] * kv_heads + np.arange(kv_heads)[:, None]
+def _padded(rows: Seq[NDArray[np.int64]], chunks: int, filler: int) -> NDArray[np.int64]:
+    """Shapes: the result is [len(rows), chunks * CHUNK_TOKENS]."""
+    table = np.full((len(rows), chunks * CHUNK_TOKENS), filler, np.int64)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = row
+    return table
+
+
+def _key_indices(slots: NDArray[np.int64], kv_heads: int) -> NDArray[np.int64]:
+    chunked = slots.reshape(len(slots), -1, CHUNK_TOKENS).swapaxes(0, 1)
+    heads = chunked[:, :, None, :] * kv_heads + np.arange(kv_heads)[:, None]
     return np.ascontiguousarray(heads).reshape(heads.shape[0], -1)
 
 
-def _hidden(positions: NDArray[np.int64], chunks: int) -> NDArray[np.bool_]:
+def _hidden(lengths: NDArray[np.int64], chunks: int) -> NDArray[np.bool_]:
     keys = np.arange(chunks * CHUNK_TOKENS).reshape(chunks, 1, CHUNK_TOKENS)
-    hidden: NDArray[np.bool_] = keys > positions[:, None]
+    hidden: NDArray[np.bool_] = keys >= lengths[:, None]
     return hidden[:, :, None, None, :]
+
+
+def _groups(rows: Seq[Row], chunks: int) -> tuple[NDArray[np.int64] | None, int]:
+    if all(row.groups is None for row in rows):
+        return None, 0
+    nobody = np.zeros(0, np.int64)
+    table = _padded([nobody if row.groups is None else row.groups for row in rows], chunks, 0)
+    chunked = table.reshape(len(rows), chunks, CHUNK_TOKENS).swapaxes(0, 1)
+    return np.ascontiguousarray(chunked), int(table.max()) + 1

@@ -10,22 +10,20 @@ from torch import Tensor
 
 from kvtier_worker.model import Llama
 from kvtier_worker.pool import PagedPool
-from kvtier_worker.tile import TILE_ROWS, Row, build_tile
-from tests.worker.tiny import BLOCK_TOKENS, CPU, tiny_model, tiny_pool
+from kvtier_worker.tile import TILE_ROWS, Row
+from tests.worker.tiny import BLOCK_TOKENS, forward, slots_of, tiny_model, tiny_pool
 
 LENGTH = 150
 PAGES = -(-LENGTH // BLOCK_TOKENS)
 
 
-def run(model: Llama, pool: PagedPool, rows: list[Row]) -> Tensor:
-    tile = build_tile(rows, BLOCK_TOKENS, pool.shape.kv_heads, pool.scratch_page, CPU)
-    return model.logits(model.forward(tile, pool.k_pages, pool.v_pages))
-
-
 def decode_alone(model: Llama, pool: PagedPool, tokens: list[int], pages: list[int]) -> Tensor:
     """One token a step, nobody else in the tile. Shapes: [len(tokens), vocab]."""
     return torch.stack(
-        [run(model, pool, [Row(token, at, pages)])[0] for at, token in enumerate(tokens)]
+        [
+            forward(model, pool, [Row(token, at, slots_of(pages, at + 1))])[0]
+            for at, token in enumerate(tokens)
+        ]
     )
 
 
@@ -34,6 +32,11 @@ def kv_of(pool: PagedPool, pages: list[int], tokens: int) -> Tensor:
     records = torch.empty(len(pages), *pool.shape.record)
     pool.read_blocks(pages, records)
     return records.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)[:, :, :tokens]
+
+
+def row_anywhere(choice: random.Random, pool: PagedPool) -> Row:
+    position = choice.randrange(0, 16 * 15)
+    return Row(choice.randrange(256), position, slots_of(pool.take(15), position + 1))
 
 
 class Reference:
@@ -68,8 +71,8 @@ def test_prefill_in_any_chunks_gives_the_bits_of_decode(
         part = range(at, min(at + cut, LENGTH))
         if not part:
             break
-        rows = [Row(reference.tokens[i], i, mine) for i in part]
-        logits = run(reference.model, pool, rows)
+        rows = [Row(reference.tokens[i], i, slots_of(mine, i + 1)) for i in part]
+        logits = forward(reference.model, pool, rows)
         assert torch.equal(logits[: len(part)], reference.logits[part.start : part.stop])
         at = part.stop
     assert torch.equal(kv_of(pool, mine, at), reference.kv[:, :, :at])
@@ -86,17 +89,20 @@ def test_neighbours_and_place_in_the_tile_change_no_bit(
         layer.normal_(0, 30)  # neighbours have KV of any kind
     mine = pool.take(PAGES)
     at = data.draw(st.integers(0, LENGTH - 1))
-    decode = [Row(reference.tokens[i], i, mine) for i in range(at)]
+    decode = [Row(reference.tokens[i], i, slots_of(mine, i + 1)) for i in range(at)]
     for start in range(0, at, TILE_ROWS):
-        run(reference.model, pool, decode[start : start + TILE_ROWS])
+        forward(reference.model, pool, decode[start : start + TILE_ROWS])
 
     neighbours = [
-        Row(choice.randrange(256), choice.randrange(0, 16 * 15), pool.take(15))
-        for _ in range(data.draw(st.integers(0, TILE_ROWS - 1)))
+        row_anywhere(choice, pool) for _ in range(data.draw(st.integers(0, TILE_ROWS - 1)))
     ]
     place = choice.randrange(len(neighbours) + 1)
-    rows = [*neighbours[:place], Row(reference.tokens[at], at, mine), *neighbours[place:]]
-    logits = run(reference.model, pool, rows)
+    rows = [
+        *neighbours[:place],
+        Row(reference.tokens[at], at, slots_of(mine, at + 1)),
+        *neighbours[place:],
+    ]
+    logits = forward(reference.model, pool, rows)
     assert torch.equal(logits[place], reference.logits[at])
     assert torch.equal(kv_of(pool, mine, at + 1), reference.kv[:, :, : at + 1])
 

@@ -14,12 +14,13 @@ from kvtier_worker.errors import UnsupportedModel
 from kvtier_worker.gguf_file import read_gguf
 from kvtier_worker.load import load_model, read_config, take_name
 from kvtier_worker.model import Llama
-from kvtier_worker.tile import TILE_ROWS, Row, build_tile
+from kvtier_worker.tile import TILE_ROWS, Row
 from tests.worker.tiny import (
-    BLOCK_TOKENS,
     CPU,
     HF_CONFIG,
+    forward,
     random_prompts,
+    slots_of,
     tiny_model,
     tiny_pool,
     tiny_weights,
@@ -45,10 +46,8 @@ def logits_of(model: Llama, tokens: list[int]) -> Tensor:
     parts = []
     for start in range(0, len(tokens), TILE_ROWS):
         part = range(start, min(start + TILE_ROWS, len(tokens)))
-        rows = [Row(tokens[i], i, pages) for i in part]
-        tile = build_tile(rows, BLOCK_TOKENS, pool.shape.kv_heads, pool.scratch_page, CPU)
-        hidden = model.forward(tile, pool.k_pages, pool.v_pages)
-        parts.append(model.logits(hidden)[: len(part)])
+        rows = [Row(tokens[i], i, slots_of(pages, i + 1)) for i in part]
+        parts.append(forward(model, pool, rows)[: len(part)])
     return torch.cat(parts)
 
 

@@ -10,8 +10,8 @@ from kvtier_worker.load import LoadedModel, load_model
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.sampler import Sampling
 from kvtier_worker.store import RecomputeStore
-from kvtier_worker.tile import TILE_ROWS, Row, build_tile
-from tests.worker.tiny import BLOCK_TOKENS, CPU
+from kvtier_worker.tile import TILE_ROWS, Row
+from tests.worker.tiny import BLOCK_TOKENS, CPU, forward, slots_of
 
 MODEL = Path(__file__).parents[2] / "build" / "model"
 TOKENS = 24
@@ -40,21 +40,24 @@ def test_prefill_decode_and_neighbours_give_the_same_bits(loaded: LoadedModel) -
     tokens = loaded.tokenizer.encode_prompt("Is 221 a prime number?")[:TOKENS]
 
     def run(pool: PagedPool, rows: list[Row]) -> torch.Tensor:
-        tile = build_tile(rows, BLOCK_TOKENS, shape.kv_heads, pool.scratch_page, CPU)
-        return model.logits(model.forward(tile, pool.k_pages, pool.v_pages))[: len(rows)]
+        return forward(model, pool, rows)[: len(rows)]
+
+    def row(i: int, pages: list[int]) -> Row:
+        return Row(tokens[i], i, slots_of(pages, i + 1))
 
     pool = PagedPool(shape, 20 * shape.block_bytes, CPU)
     alone, chunked, mixed, neighbour = (pool.take(4) for _ in range(4))
-    decoded = torch.cat([run(pool, [Row(t, i, alone)]) for i, t in enumerate(tokens)])
+    decoded = torch.cat([run(pool, [row(i, alone)]) for i in range(len(tokens))])
     prefilled = torch.cat(
         [
-            run(pool, [Row(tokens[i], i, chunked) for i in range(first, end)])
+            run(pool, [row(i, chunked) for i in range(first, end)])
             for first, end in ((0, 7), (7, 7 + TILE_ROWS), (7 + TILE_ROWS, TOKENS))
         ]
     )
+    near = [slots_of(neighbour, 4), *(slots_of(neighbour, 41 + i) for i in range(len(tokens)))]
     beside = [
-        run(pool, [Row(5, 40 + i, neighbour), Row(t, i, mixed), Row(9, 3, neighbour)])[1]
-        for i, t in enumerate(tokens)
+        run(pool, [Row(5, 40 + i, near[1 + i]), row(i, mixed), Row(9, 3, near[0])])[1]
+        for i in range(len(tokens))
     ]
     assert torch.equal(decoded, prefilled)
     assert torch.equal(decoded, torch.stack(beside))

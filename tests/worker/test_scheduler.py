@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,24 +26,21 @@ class DictStore(RecomputeStore):
     def __init__(self, pool: PagedPool, unreliable: random.Random | None = None) -> None:
         self.pool = pool
         self.unreliable = unreliable
-        self.records: dict[int, tuple[Tensor, int]] = {}
+        self.records: dict[int, Tensor] = {}
 
     def save(self, sequence: Sequence) -> int:
         if self.unreliable and self.unreliable.random() < 0.3:
             return 0
-        blocks = self.pool.shape.blocks(sequence.computed_tokens)
-        records = torch.empty(blocks, *self.pool.shape.record)
-        self.pool.read_blocks(sequence.pages[:blocks], records)
-        self.records[sequence.id] = records, sequence.computed_tokens
-        return sequence.computed_tokens
+        self.records[sequence.id] = self.pool.read_entries(sequence.kv.slots)
+        return len(sequence.kv)
 
     def load(self, sequence: Sequence) -> int:
-        records, tokens = self.records.pop(sequence.id)
-        kept = len(records)
+        entries = self.records.pop(sequence.id)
+        kept = entries.shape[2]
         if self.unreliable and self.unreliable.random() < 0.3:
             kept = self.unreliable.randrange(kept + 1)
-        self.pool.write_blocks(sequence.pages[:kept], records[:kept])
-        return min(tokens, kept * self.pool.shape.block_tokens)
+        self.pool.write_entries(sequence.kv.slots[:kept], entries[:, :, :kept])
+        return kept
 
 
 def decode_all(engine: Engine, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -63,7 +59,10 @@ def check_books(engine: Engine) -> None:
     scheduler, pool = engine.scheduler, engine.pool
     owned = [page for s in scheduler.running for page in s.pages]
     assert len(owned) == len(set(owned)) == pool.pages - pool.free_pages
-    assert all(pool.shape.blocks(s.computed_tokens) <= len(s.pages) for s in scheduler.running)
+    for s in scheduler.running:
+        assert len(s.kv) == s.computed_tokens - s.thoughts.folded_away()
+        assert pool.shape.blocks(len(s.kv)) <= len(s.pages)
+        assert {slot // pool.shape.block_tokens for slot in s.kv.slots.tolist()} <= set(s.pages)
     assert not any(s.pages or s.computed_tokens for s in scheduler.waiting)
     assert scheduler.waiting == sorted(scheduler.waiting, key=Sequence.rank)
 

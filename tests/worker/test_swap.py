@@ -193,8 +193,8 @@ def test_without_room_in_the_daemon_tokens_are_recomputed_and_counted(
         assert figures.recomputed_tokens > 0
 
 
-def fill_up(client: kv.Client) -> None:
-    """Hold blocks until the daemon takes no more."""
+def fill_up(client: kv.Client) -> kv.Session:
+    """Hold blocks until the daemon takes no more; the session that holds them."""
     store = DaemonStore(client, tiny_pool(MODEL, PAGES), "hog", WAIT_S)
     session = client.open_session(layouts=[store.layout])
     record = np.zeros((1, SHAPE.block_bytes), np.uint8)
@@ -205,6 +205,7 @@ def fill_up(client: kv.Client) -> None:
 
     with pytest.raises(kv.CapacityError):
         fill()
+    return session
 
 
 def test_a_daemon_that_goes_away_for_good_costs_recomputation_only(

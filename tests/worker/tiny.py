@@ -4,17 +4,20 @@ import json
 import os
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from kvtier_worker.engine import Engine, block_shape
+from kvtier_worker.folding import FoldPolicy
 from kvtier_worker.model import Llama, ModelConfig
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.sampler import Sampling
 from kvtier_worker.scheduler import Limits
 from kvtier_worker.store import KvStore, RecomputeStore
+from kvtier_worker.tile import Row, Slots, build_tile
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
@@ -101,11 +104,28 @@ def tiny_pool(model: Llama, pages: int) -> PagedPool:
     return PagedPool(shape, (pages + 1) * shape.block_bytes, CPU)
 
 
+def slots_of(pages: list[int], entries: int) -> Slots:
+    """The slots of the first entries of pages that are filled one after the other."""
+    blocks = [np.arange(page * BLOCK_TOKENS, (page + 1) * BLOCK_TOKENS) for page in pages]
+    return np.concatenate(blocks)[:entries]
+
+
+def forward(model: Llama, pool: PagedPool, rows: list[Row]) -> Tensor:
+    """The logits of one tile. Shapes: [TILE_ROWS, vocab]."""
+    tile = build_tile(rows, pool.shape.kv_heads, pool.scratch_slot, CPU)
+    return model.logits(model.forward(tile, pool.kv))
+
+
 def tiny_engine(
-    model: Llama, pages: int, store: KvStore | None = None, limits: Limits | None = None
+    model: Llama,
+    pages: int,
+    store: KvStore | None = None,
+    limits: Limits | None = None,
+    folding: FoldPolicy | None = None,
 ) -> Engine:
     """An engine on a pool of so many pages, which recomputes unless it is given a store."""
-    return Engine(model, tiny_pool(model, pages), store or RecomputeStore(), limits or Limits())
+    pool = tiny_pool(model, pages)
+    return Engine(model, pool, store or RecomputeStore(), limits or Limits(), folding)
 
 
 def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -118,3 +138,8 @@ def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
 def sampling_of(i: int) -> Sampling:
     """Greedy for even sessions, seeded for odd ones."""
     return Sampling(temperature=0.8 if i % 2 else 0.0, seed=i)
+
+
+def lively(i: int) -> Sampling:
+    """So hot that the random model does not repeat itself."""
+    return Sampling(temperature=12.0, seed=i)
