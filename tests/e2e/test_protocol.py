@@ -167,7 +167,7 @@ def test_a_session_is_opened_described_resumed_and_closed(
     token = os.urandom(16)
     opened = client.ask("open_session", token, [KNOWN], 7, "mine")
     assert opened[4:8] == [raw.session_id(token), True, 7, [KNOWN]]
-    assert opened[8] == [[0, NO_NODE, 0, HELD, False, 0, [b""], [b""], [b""]]]
+    assert opened[8] == [[0, NO_NODE, 0, HELD, False, 0, [b""], [b""], [b""], []]]
     sid = opened[4]
     assert client.ask("open_session", token, [KNOWN])[5] is False
     client.swap_out(KNOWN, sid, 0, {0: 1, 1: 2})

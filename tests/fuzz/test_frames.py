@@ -160,7 +160,7 @@ def give_back(client: RawClient) -> None:
     client.call("close_session", SESSION)
 
 
-ONEWAY_AT = {"commit": 7, "commit_keys": 5, "release": 1}
+ONEWAY_AT = {"commit": 7, "commit_keys": 5, "release": 1, "fold": 6}
 """Where the field is that says that there will be no reply."""
 
 
