@@ -14,7 +14,7 @@ VLLM := $(BUILD)/vllm
 VLLM_BIN := $(VLLM)/venv/bin
 
 .PHONY: run run-long test fault fuzz sim mutants check bench bench-peers install model clean \
-  test-vllm bench-vllm
+  test-vllm bench-vllm train
 .DELETE_ON_ERROR:
 
 run: $(READY) $(MODEL)
@@ -66,6 +66,9 @@ test-vllm: $(VLLM)/ready $(VLLM)/model/config.json
 
 bench-vllm: $(VLLM)/ready $(VLLM)/model/config.json
 	$(VLLM_BIN)/python -m tests.vllm.bench
+
+train: $(READY)
+	$(BIN)/python -m kvtier_worker.cot.train --out $(BUILD)/cot
 
 install: $(READY)
 

@@ -1,0 +1,1 @@
+"""The small reasoning model that ships: its task, its training from scratch, its weights."""
