@@ -33,19 +33,19 @@ def preempt(client: kv.Client, request: Request) -> None:
         records = [POOL[page] for page in request.pages[first:]]
         request.session.swap_out(records, (first, end), valid, wait_s=1.0)
         request.saved_tokens = request.tokens
-    except (kv.CapacityError, kv.TransportError, kv.DaemonError):
+    except (kv.CapacityError, kv.TransportError, kv.DaemonError, kv.LeaseExpired):
         pass  # what was saved earlier is still there; the rest will be computed again
     request.pages.clear()  # only now may others have the pages
 
 
 def resume(request: Request, pages: list[int]) -> int:
     """Swap in to new pages; returns how many tokens are there, the engine computes the others."""
-    request.pages, records = pages, [POOL[page] for page in pages]
+    request.pages = pages
+    if request.session is None:
+        return 0
+    records = [POOL[page] for page in pages[: -(-request.saved_tokens // SIZE)]]
     try:
-        if request.session is None:
-            return 0
-        count = -(-request.saved_tokens // SIZE)
-        request.session.swap_in(records[:count], (0, count), wait_s=10.0)
+        request.session.swap_in(records, (0, len(records)), wait_s=10.0)
     except kv.KvtierError:  # lost, changed, or not to be had: never use what came
         finish(request)
     return request.saved_tokens
@@ -58,7 +58,7 @@ def finish(request: Request) -> None:
         if session is not None:
             session.close()
     except (kv.TransportError, kv.DaemonError, kv.UnknownSession):
-        pass  # a session that nobody has open ends by itself (limits.orphan_ttl)
+        pass  # a session that nobody has open ends by itself (recovery.orphan_ttl)
 
 
 if __name__ == "__main__":
