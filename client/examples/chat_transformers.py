@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 import kvtier_client as kv
-from kvtier_client.engines.transformers import KvtierCache
+from kvtier_client.engines.transformers import KvtierCache, model_identity
 from kvtier_worker.daemon import OwnDaemon, Sizes
 from kvtier_worker.load import hugging_face_directory
 
@@ -35,7 +35,16 @@ STORY: Final = (
     " every two minutes from noon until midnight. On Thursday a fishing boat found its way by the"
     " bell; the crew left her a cod and a basket of eggs. On Friday she read the letter: her"
     " sister's second child is called Ada. On Saturday the glass came at last, and on Sunday she"
-    " slept. What did the supply boat bring? Answer in one sentence."
+    " slept. In the second week she painted the door green, because green was all the paint she"
+    " had. The stove smoked until she found a gull's nest in the pipe; she waited three days, until"
+    " the young ones could fly, and ate cold. A painter came from the town with an easel, asked to"
+    " stay an hour, stayed until dark, and had to sleep in the boathouse. He left her a picture of"
+    " the tower in which the door is red. In the third week the inspector came, counted the wicks,"
+    " tasted the water, wrote for a long time in his book and said nothing. The next morning she"
+    " found that he had left his umbrella. She hung it beside the picture. Then the nights grew"
+    " longer, and she trimmed the wick an hour earlier each week, and wrote less. On the last page"
+    " there is a list: rope, needles, two panes of glass to keep, red paint, a present for Ada."
+    " What did the supply boat bring? Answer in one sentence."
 )
 FOLLOW_UP: Final = "And what is the child called?"
 
@@ -70,6 +79,8 @@ class Chatbot:
         self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory)
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory)
         self.max_tokens = max_tokens
+        model_identity(self.model)  # once for each process that loads a model, not for each cache
+        self.model(torch.zeros((1, 1), dtype=torch.long))  # the first forward sets things up
 
     def question_ids(self, chat: Chat, question: str) -> Tensor:
         """What a question adds to the conversation so far. Shapes: [1, tokens]."""
