@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Final, Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier_worker.errors import CannotUnfold, UnsupportedModel
 from kvtier_worker.folds import Folded, FoldOperator, StepKv, Tail, relative_error
-from kvtier_worker.metrics import FoldFigures
+from kvtier_worker.metrics import FoldFigures, plus
 from kvtier_worker.model import Llama
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.probe import probe_queries
@@ -427,6 +426,4 @@ class Folder:
         return min(end_tokens, prompt_tokens + steps * policy.keep + longest)
 
     def _count(self, **more: float) -> None:
-        self.figures = msgspec.structs.replace(
-            self.figures, **{name: getattr(self.figures, name) + n for name, n in more.items()}
-        )
+        self.figures = plus(self.figures, more)

@@ -1,10 +1,14 @@
 """What a run is judged by: per policy the figures of the result table."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from time import perf_counter
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+
+Figures = TypeVar("Figures", bound=msgspec.Struct)
 
 
 class SwapFigures(msgspec.Struct, frozen=True):
@@ -56,6 +60,12 @@ class FoldFigures(msgspec.Struct, frozen=True):
     def mean_error(self) -> float:
         """The mean relative error of attention over what was measured; 0 without any."""
         return self.error_sum / self.measured if self.measured else 0.0
+
+
+def plus(figures: Figures, more: Mapping[str, float]) -> Figures:
+    """The figures with more added to some of them, by name."""
+    sums = {name: getattr(figures, name) + count for name, count in more.items()}
+    return msgspec.structs.replace(figures, **sums)
 
 
 class RunFigures(msgspec.Struct, frozen=True):

@@ -15,7 +15,6 @@ from math import inf
 from time import perf_counter
 from typing import Final
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from xxhash import xxh3_64_intdigest
 import kvtier_client as kv
 from kvtier_client import errors
 from kvtier_worker.branches import Branch, Family, Live, Mark
-from kvtier_worker.metrics import SwapFigures
+from kvtier_worker.metrics import SwapFigures, plus
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.saved import open_saved, save_session
 from kvtier_worker.sequence import Sequence, State
@@ -378,9 +377,7 @@ class DaemonStore:
         return torch.from_numpy(view).view(torch.float32).view(1, *self._pool.shape.record)
 
     def _count(self, **more: float) -> None:
-        self._figures = msgspec.structs.replace(
-            self._figures, **{name: getattr(self._figures, name) + n for name, n in more.items()}
-        )
+        self._figures = plus(self._figures, more)
 
 
 def _hash(record: Tensor, valid: int) -> int:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtierd.core.blocks import F_LOST, NONE, Rows
 from kvtierd.core.leases import owner_of
@@ -100,18 +101,17 @@ def _rows(parts: list[Rows]) -> Rows:
     return np.concatenate([_no_rows(), *(part[part != NONE] for part in parts)])
 
 
-def _where(world: World, rows: Rows) -> tuple[int, int, int]:
-    """Blocks in DRAM, on NVMe only, and lost."""
+def where(world: World, rows: Rows) -> tuple[NDArray[np.bool_], ...]:
+    """Which rows are in DRAM, on NVMe only, and lost."""
     table = world.table
-    dram = table.dram[rows] != NONE
-    nvme = table.nvme[rows] != NONE
     lost = (table.flags[rows] & F_LOST) != 0
-    return int(dram.sum()), int((nvme & ~dram).sum()), int(lost.sum())
+    dram = (table.dram[rows] != NONE) & ~lost
+    return dram, (table.nvme[rows] != NONE) & ~dram & ~lost, lost
 
 
 def _session(world: World, session: Session) -> dict[str, object]:
     rows = _rows(list(session.row_arrays()))
-    dram, nvme, lost = _where(world, rows)
+    dram, nvme, lost = (int(mask.sum()) for mask in where(world, rows))
     slot_bytes = max(pool.slot_bytes for pool in session.pools)
     tokens = world.node_table.tokens
     return {

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from kvtier_client.errors import UnknownSession
 from kvtier_client.wire import NO_NODE
-from kvtierd.core.blocks import F_LOST, NONE, Rows
-from kvtierd.core.tree import Fold, FoldState, Node, Session, rows_in, shared_pages, subtree
+from kvtierd.core.blocks import NONE
+from kvtierd.core.report import where
+from kvtierd.core.tree import Fold, Node, Session, rows_in, shared_pages, subtree
 from kvtierd.core.world import World
 
 NODES_MAX: Final = 4096
@@ -31,10 +32,9 @@ def tree(world: World, name: str) -> dict[str, object]:
     counts = _counts(world, session, nodes)
     folds: list[list[dict[str, object]]] = []
     for node in nodes:
-        shown = [fold for fold in node.folds if fold.state is not FoldState.BACK]
-        folds.append([_fold(world, node, fold) for fold in shown[:left]])
+        folds.append([_fold(world, node, fold) for fold in node.folded[:left]])
         left -= len(folds[-1])
-    folded = sum(fold.state is not FoldState.BACK for node in every for fold in node.folds)
+    folded = sum(len(node.folded) for node in every)
     return {
         "session": f"{session.sid:016x}",
         "name": session.name,
@@ -69,7 +69,7 @@ def _counts(world: World, session: Session, nodes: list[Node]) -> dict[str, NDAr
         rows = np.concatenate([run.rows for run in runs])
         there = rows != NONE
         which, page, rows = which[there], page[there], rows[there]
-        dram, nvme, lost = _where(world, rows)
+        dram, nvme, lost = where(world, rows)
         shared = page < shared_end[which]
         size = pool.layout.block_bytes
         for key, mask, weight in (
@@ -79,14 +79,6 @@ def _counts(world: World, session: Session, nodes: list[Node]) -> dict[str, NDAr
         ):  # fmt: skip
             found[key] += weight * np.bincount(which[mask], minlength=n)
     return found
-
-
-def _where(world: World, rows: Rows) -> tuple[NDArray[np.bool_], ...]:
-    """Which rows are in DRAM, on NVMe only, and lost."""
-    table = world.table
-    lost = (table.flags[rows] & F_LOST) != 0
-    dram = (table.dram[rows] != NONE) & ~lost
-    return dram, (table.nvme[rows] != NONE) & ~dram & ~lost, lost
 
 
 def _node(world: World, node: Node, counts: dict[str, int]) -> dict[str, object]:
@@ -103,13 +95,13 @@ def _node(world: World, node: Node, counts: dict[str, int]) -> dict[str, object]
 
 
 def _fold(world: World, node: Node, fold: Fold) -> dict[str, object]:
-    dram, nvme, lost = _where(world, rows_in(node, fold.first, fold.end))
-    left_s = fold.until_s - world.now_s if fold.state is FoldState.GRACE else 0.0
+    dram, nvme, lost = where(world, rows_in(node, fold.first, fold.end))
+    left_s = fold.left_s(world.now_s)
     return {
         "first": fold.first,
         "pages": fold.end - fold.first,
         "kept_entries": fold.kept,
-        "grace_left_s": None if left_s == math.inf else max(left_s, 0.0),
+        "grace_left_s": None if left_s == math.inf else left_s,
         "dram_blocks": int(dram.sum()),
         "nvme_blocks": int(nvme.sum()),
         "lost_blocks": int(lost.sum()),

@@ -46,14 +46,9 @@ DUE_SPARE: Final = 1024
 def fold_infos(node: Node, now_s: float) -> list[FoldInfo]:
     """The folded pages of a node, for whoever asks."""
     return [
-        FoldInfo(fold.first, fold.end - fold.first, fold.kept, _left_s(fold, now_s))
-        for fold in node.folds
-        if fold.state is not FoldState.BACK
+        FoldInfo(fold.first, fold.end - fold.first, fold.kept, fold.left_s(now_s))
+        for fold in node.folded
     ]
-
-
-def _left_s(fold: tree.Fold, now_s: float) -> float:
-    return max(fold.until_s - now_s, 0.0) if fold.state is FoldState.GRACE else 0.0
 
 
 class Retention:

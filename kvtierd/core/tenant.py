@@ -68,10 +68,7 @@ class Pool:
     @property
     def nvme_available(self) -> int:
         """NVMe slots that can be allocated now, within the tenant's quota."""
-        own = sum(len(pool.nvme.empty) for pool in self.tenant.pools.values())
-        left = max(self.tenant.nvme_slabs_left, 0) + own
-        slabs = min(self.tenant.nvme.usable_slabs(self.nvme), left)
-        return self.nvme.free_in_use + slabs * self.nvme.slots_per_slab
+        return self.nvme.free_in_use + self.tenant.unused_nvme_slabs * self.nvme.slots_per_slab
 
     @property
     def write_room(self) -> int:
@@ -157,6 +154,12 @@ class Tenant:
         have = sum(len(pool.nvme.free) for pool in self.pools.values())
         return self.nvme_quota_bytes // self.nvme.slab_bytes - have
 
+    @property
+    def unused_nvme_slabs(self) -> int:
+        """NVMe slabs without a used slot that its pools may use, within the quota."""
+        own = sum(len(pool.nvme.empty) for pool in self.pools.values())
+        return min(self.nvme.unused_slabs, max(self.nvme_slabs_left, 0) + own)
+
     def admits(self, extra: dict[int, int], sharer: int = -1) -> bool:
         """Whether all pools' demands, and `extra` more blocks by pool number, have a place.
 
@@ -170,9 +173,7 @@ class Tenant:
 
     def _missing_slabs(self, pools: list[Pool], extra: dict[int, int]) -> int:
         """Unused DRAM slabs that pools need for their demands, once NVMe's are shared out too."""
-        own = sum(len(pool.nvme.empty) for pool in self.pools.values())
-        nvme_slabs = min(self.nvme.unused_slabs, max(self.nvme_slabs_left, 0) + own)
-        dram_slabs = 0
+        nvme_slabs, dram_slabs = self.unused_nvme_slabs, 0
         for pool in pools:
             demand = pool.demand + extra.get(pool.number, 0)
             if not demand:

@@ -92,6 +92,10 @@ class Fold:
     until_s: float
     kept: int  # entries that stay with the client
 
+    def left_s(self, now_s: float) -> float:
+        """What is left of the grace period."""
+        return max(self.until_s - now_s, 0.0) if self.state is FoldState.GRACE else 0.0
+
 
 class Node:
     """A run of blocks with one parent."""
@@ -120,6 +124,11 @@ class Node:
         self.folds: list[Fold] = []  # in the order of their pages; none overlaps another
         tokens = session.pools[0].layout.block_tokens
         self.runs = [Run(fork_tokens // tokens) for _ in session.pools]
+
+    @property
+    def folded(self) -> list[Fold]:
+        """Its folds that were not taken back."""
+        return [fold for fold in self.folds if fold.state is not FoldState.BACK]
 
 
 class Session:

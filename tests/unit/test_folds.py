@@ -1,7 +1,6 @@
 """Folded pages: HELD for their grace period whatever happens, and a miss at worst after it."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 
@@ -9,15 +8,7 @@ from kvtier_client import errors, wire
 from kvtier_client.wire import CACHED, HELD
 from kvtierd.core.blocks import F_HELD
 from tests.model.harness import Refused, layout, refused
-from tests.unit.core_host import FULL, TOKEN, Fixture, Host, pack, u32
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
+from tests.unit.core_host import FULL, TOKEN, Fixture, pack, u32
 
 
 def fold(

@@ -1,7 +1,6 @@
 """Folds that cannot be are refused and change nothing; what folds need is bounded."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,14 +11,6 @@ from tests.model.harness import LIMITS, refused
 from tests.model.limits import with_limits
 from tests.unit.core_host import Fixture, Host
 from tests.unit.test_folds import fold, folds, held, unfold
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,11 @@
 """What a look-up promises is kept, what it does not promise costs nobody anything."""
 
-from collections.abc import Iterator
-
-import pytest
-
 from kvtier_client import wire
 from kvtier_client.wire import CACHED
-from tests.unit.core_host import Fixture, Host, pack, u64
+from tests.unit.core_host import Fixture, pack, u64
 
 KEYS = [bytes([97 + number]) * 16 for number in range(6)]
 ALL = b"".join(KEYS)
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
 
 
 def put_keys(core: Fixture) -> None:

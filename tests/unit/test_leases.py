@@ -1,21 +1,11 @@
 """Leases: nobody gets a slot that somebody else may still write or read."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvtier_client import errors, wire
 from kvtierd.core.slabs import QUARANTINED, WRITING
 from tests.model.harness import refused
-from tests.unit.core_host import FULL, Fixture, Host, layout, pack, u64
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
+from tests.unit.core_host import FULL, Fixture, layout, pack, u64
 
 
 def states(core: Fixture) -> tuple[int, int]:

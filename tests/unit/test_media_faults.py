@@ -1,24 +1,14 @@
 """Moves between the tiers that fail: nothing is lost, stuck or used too early."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvtier_client import wire
 from kvtier_client.wire import TIER_DRAM, TIER_NVME
 from kvtierd.core.slabs import CLEARING, FREE
 from kvtierd.tiers.spill_io import ClearJob, Status
-from tests.unit.core_host import TOKEN, Fixture, Host
+from tests.unit.core_host import TOKEN, Fixture
 
 TROUBLE = [status for status in Status if status not in (Status.OK, Status.MISMATCH)]
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
 
 
 def start_demotion(core: Fixture) -> None:

@@ -1,6 +1,5 @@
 """A commit that is cut off anywhere: what is published is whole, and the rest is its writer's."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from kvtier_client import wire
 from kvtier_client.wire import HELD, HeldLease
 from kvtierd.core.slabs import WRITING
-from tests.unit.core_host import FULL, TOKEN, Fixture, Host, pack, u64
+from tests.unit.core_host import FULL, TOKEN, Fixture, pack, u64
 
 
 class Killed(BaseException):
@@ -28,14 +27,6 @@ class LastWords:
             raise Killed
 
         return publish
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
 
 
 def kill_in(core: Fixture, bodies_written: bool, kind: type[wire.Request], *fields: Any) -> None:

@@ -1,7 +1,5 @@
 """acquire, prefetch, release: readers see what was committed, and every wait ends."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -10,14 +8,6 @@ from kvtier_client.wire import CACHED, TIER_LOST, TIER_NVME
 from kvtierd.tiers.spill_io import Status
 from tests.model.harness import refused
 from tests.unit.core_host import TOKEN, Fixture, Host, pack, u32, u64
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
 
 
 def on_nvme(core: Fixture, pages: list[int], value: int = 100, **more: int) -> list[int]:

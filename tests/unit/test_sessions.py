@@ -1,7 +1,5 @@
 """Sessions: opened, resumed and closed by their token, once, by who knows it."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvtier_client import errors, wire
@@ -11,14 +9,6 @@ from kvtierd.core.actions import ForgetSession
 from tests.model.harness import LIMITS, layout, refused
 from tests.model.limits import with_limits
 from tests.unit.core_host import TOKEN, Fixture, Host
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
 
 
 def test_opening_a_known_token_returns_its_session(core: Fixture) -> None:

@@ -1,7 +1,6 @@
 """Clients beside each other: room, disk and places are shared, and what is stuck stops nobody."""
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,14 +16,6 @@ from tests.model.harness import LIMITS, SimClient
 from tests.unit.core_host import Fixture, Host, u64
 
 WAIT_S = 30.0
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
 
 
 def ask_for(core: Fixture, client: SimClient, blocks: int = 2) -> int:

@@ -1,20 +1,10 @@
 """Fork and prune touch no block, and a branch reads exactly what belongs to it."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvtier_client import errors, wire
 from tests.model.harness import refused
-from tests.unit.core_host import Fixture, Host, pack, u32
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
+from tests.unit.core_host import Fixture, pack, u32
 
 
 def fork(core: Fixture, node: int, parent: int, tokens: int) -> None:

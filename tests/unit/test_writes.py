@@ -1,7 +1,5 @@
 """reserve and commit: all or nothing, once, and never under a wrong name."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvtier_client import errors, wire
@@ -9,14 +7,6 @@ from kvtier_client.wire import CACHED, HELD
 from kvtierd.core.blocks import F_HELD
 from tests.model.harness import layout, refused
 from tests.unit.core_host import FULL, Fixture, Host, pack, u32, u64
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
 
 
 def commit(core: Fixture, lease: wire.Granted, **changed: object) -> wire.Done:

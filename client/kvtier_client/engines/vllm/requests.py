@@ -9,6 +9,8 @@ scheduler reads at its polls: a poll never waits.
 
 import contextlib
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvtier_client.client import Client, Session
@@ -97,15 +99,8 @@ class Lookup:
         self.offer.tokens = self.groups.hit_tokens(have)
 
     def _hits(self, client: Client, group: int, keys: bytes) -> int:
-        step = KEY_BYTES * client.limits.blocks_per_request
-        hits = 0
-        for first in range(0, len(keys), step):
-            part = keys[first : first + step]
-            found = min(client.lookup(part, self.groups.parts[group]))
-            hits += found
-            if found * KEY_BYTES < len(part):
-                break
-        return hits
+        parts = self.groups.parts[group]
+        return _leading(client, keys, lambda some: min(client.lookup(some, parts)))
 
     def fail(self) -> None:
         """A miss."""
@@ -129,10 +124,10 @@ class Hold:
         )
         suspension.session = session
         have = [0] * len(groups.groups)
-        step = KEY_BYTES * client.limits.blocks_per_request
         for part in suspension.parts:
             have[part.group] = min(
-                _hold(session, layout, part.keys, step) for layout in groups.parts[part.group]
+                _leading(client, part.keys, partial(session.hold, layout))
+                for layout in groups.parts[part.group]
             )
         self.offer.tokens = groups.saved_tokens(suspension.tokens, have)
 
@@ -141,15 +136,17 @@ class Hold:
         self.offer.tokens = 0
 
 
-def _hold(session: Session, layout: Any, keys: bytes, step: int) -> int:
-    held = 0
+def _leading(client: Client, keys: bytes, count: Callable[[bytes], int]) -> int:
+    """How many leading keys `count` finds, asked for no more at a time than a request may name."""
+    step = KEY_BYTES * client.limits.blocks_per_request
+    leading = 0
     for first in range(0, len(keys), step):
         part = keys[first : first + step]
-        got = session.hold(layout, part)
-        held += got
-        if got * KEY_BYTES < len(part):
+        found = count(part)
+        leading += found
+        if found * KEY_BYTES < len(part):
             break
-    return held
+    return leading
 
 
 class LetGo:
