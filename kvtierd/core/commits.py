@@ -239,6 +239,14 @@ class Commits:
         stored[inside[there]] = enough
         return stored
 
+    def _outlived(self, run: Run, pages: NDArray[np.int64], valid: NDArray[np.int64]) -> bool:
+        """Whether a page has a shorter HELD copy: a longer one would have taken its place, and
+        been HELD like it, so none was ever stored."""
+        places = pages - run.start
+        inside = (places >= 0) & (places < run.length)
+        named = run.rows[places[inside]]
+        return bool((self._held(named) & (self.world.table.valid[named] < valid[inside])).any())
+
     def _held(self, named: Rows) -> NDArray[np.bool_]:
         """Which names have a HELD block: a longer copy of it is HELD too, whatever it asks for."""
         held: NDArray[np.bool_] = (named != NONE) & ((self.world.table.flags[named] & F_HELD) != 0)
@@ -362,7 +370,8 @@ class Commits:
         runs = node.runs if pool is None else [self._part(pool, node)]
         if all(self._stored(run, pages, valid).all() for run in runs):
             return Done(req.id, self.world.boot, peer.acked, len(pages))
-        if req.lease in peer.group.ended and req.retention == CACHED:
+        replaced = not any(self._outlived(run, pages, valid) for run in runs)
+        if req.lease in peer.group.ended and req.retention == CACHED and replaced:
             return Done(req.id, self.world.boot, peer.acked, len(pages))  # dropped since
         self.writes.lease(peer, req.lease)
         raise LeaseExpired(

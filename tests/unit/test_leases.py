@@ -217,6 +217,22 @@ def test_a_member_is_one_process(core: Fixture) -> None:
     core.client.do(wire.Abort, lease.lease)
 
 
+@pytest.mark.parametrize("retention", [wire.HELD, wire.CACHED])
+def test_a_longer_copy_of_a_held_page_is_not_acknowledged_after_its_lease(
+    core: Fixture, retention: int
+) -> None:
+    """It would have been HELD, too, and so it cannot have been dropped since."""
+    lease = core.reserve(1)
+    core.client.do(wire.Commit, lease.lease, core.session, 0, pack(0), pack(0), pack(2), wire.HELD)
+    longer = core.reserve(1)
+    core.host.tick(61.0)
+    core.client.do(wire.Abort, longer.lease)
+    with refused(errors.LeaseExpired):
+        core.client.do(
+            wire.Commit, longer.lease, core.session, 0, pack(0), pack(0), pack(4), retention
+        )
+
+
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_a_page_of_another_part_is_not_what_a_late_commit_wrote(
     core: Fixture, forgotten: bool
