@@ -19,6 +19,7 @@ from kvtier_client.errors import DataError, InvalidArgument, UnknownBranch, Unkn
 from kvtierd.ctl.check import check_files
 from tests.fault.ledger import LAYOUT, contents, key_of
 from tests.support.daemon import DaemonProcess
+from tests.support.descriptors import memfds
 from tests.support.fixtures import MakeDaemon
 from tests.support.wait import until
 
@@ -69,10 +70,7 @@ def files(daemon: DaemonProcess) -> list[str]:
     for path in daemon.sections["spill"]["paths"]:
         found += [f"{path}/headers.kv", f"{path}/blocks.kv"]
     (holder,) = daemon.holders()
-    for fd in Path(f"/proc/{holder}/fd").iterdir():
-        if "memfd:kvtierd" in os.readlink(fd):
-            found.append(str(fd))
-    return found
+    return found + list(memfds(holder))
 
 
 def flip_bits(fd: int, size: int, chance: random.Random) -> None:

@@ -1,13 +1,12 @@
 """kill -9 of the daemon at chosen moments: what was acknowledged is there after the restart."""
 
-import os
-from pathlib import Path
 
 import pytest
 
 from kvtierd.ctl.check import check_files
 from tests.fault.checker import KNOWN, Promises
 from tests.support.daemon import DaemonProcess
+from tests.support.descriptors import memfds
 from tests.support.fixtures import MakeDaemon
 from tests.support.raw import BLOCK_BYTES, RawClient, from_u64, pattern, u32, u64
 from tests.support.wait import until
@@ -179,12 +178,6 @@ def test_blobs_holds_and_keyed_blocks_survive(make_daemon: MakeDaemon) -> None:
         assert client.read(from_u64(granted[6])[0]) == pattern(7)
 
 
-def memfds(pid: int) -> list[str]:
-    """The kvtierd memory that a process has open."""
-    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    return sorted(link for link in links if "memfd:kvtierd" in link)
-
-
 @pytest.mark.timeout(180)
 def test_many_restarts_leave_one_holder_and_the_same_memory(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon().start()
@@ -193,7 +186,7 @@ def test_many_restarts_leave_one_holder_and_the_same_memory(make_daemon: MakeDae
         session = promises.open(client)
         fill(client, promises, session, 8)
         (holder,) = daemon.holders()
-        before = memfds(holder)
+        before = sorted(memfds(holder).values())
         assert len(before) == 2
         for life in range(20):
             if life % 2:
@@ -202,6 +195,6 @@ def test_many_restarts_leave_one_holder_and_the_same_memory(make_daemon: MakeDae
                 daemon.kill()
             daemon.start()
         assert daemon.holders() == [holder]
-        assert memfds(holder) == before
+        until(lambda: sorted(memfds(holder).values()) == before, "the holder has what it had")
         client.come_back()
         promises.check(client)

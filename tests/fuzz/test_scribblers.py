@@ -4,7 +4,6 @@ keeps its size and its seals, and the daemon's books and headers are out of reac
 That a changed block is noticed under `end_to_end`, tests/e2e/test_end_to_end.py says.
 """
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -17,6 +16,7 @@ import pytest
 from tests.fault.checker import KNOWN, LAYOUT
 from tests.fault.test_kill_daemon import assert_books_balance
 from tests.support.daemon import DaemonProcess
+from tests.support.descriptors import descriptors
 from tests.support.raw import RawClient, pattern
 from tests.support.wait import until
 
@@ -122,20 +122,11 @@ def test_holes_punched_into_the_arena_are_zeros_and_no_fault(
     assert_books_balance(daemon, PAGES)
 
 
-def own_descriptors() -> dict[str, str]:
-    """This process's descriptors and what they lead to."""
-    found = {}
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
-    return found
-
-
 def test_nothing_but_the_payload_is_passed(daemon: DaemonProcess) -> None:
     """A socket and the payload's descriptor; the headers' memfd stays in the daemon."""
-    before = own_descriptors()
+    before = descriptors()
     with daemon.client() as client:
-        new = [name for fd, name in own_descriptors().items() if before.get(fd) != name]
+        new = [name for fd, name in descriptors().items() if before.get(fd) != name]
         memory = [name for name in new if not name.startswith("socket:")]
         assert set(memory) == {os.readlink(f"/proc/self/fd/{client.arena_fd}")}
         assert "headers" not in memory[0]

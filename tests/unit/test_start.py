@@ -13,6 +13,7 @@ from kvtierd.start import Parts, start
 from kvtierd.tiers.errors import StartError
 from kvtierd.tiers.headers import SpillHeaders
 from tests.support.daemon import DaemonProcess
+from tests.support.descriptors import memfds
 from tests.support.served import WAIT_S, small_config
 from tests.support.wait import until
 
@@ -59,19 +60,14 @@ def place(tmp_path: Path) -> Iterator[Path]:
     daemon.end()
 
 
-def memfds(pid: int) -> list[str]:
-    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    return sorted(link for link in links if "memfd:kvtierd" in link)
-
-
 def test_the_next_start_takes_over_the_memory_of_the_last(place: Path) -> None:
     ids = life(place)
     (holder,) = DaemonProcess(place).holders()
-    memory = memfds(holder)
+    memory = sorted(memfds(holder).values())
     for _ in range(5):
         assert found(place) == {"t": (ids["t"], ord("t"))}
     assert DaemonProcess(place).holders() == [holder]
-    until(lambda: memfds(holder) == memory, "the holder has what it had, once")
+    until(lambda: sorted(memfds(holder).values()) == memory, "the holder has what it had, once")
 
 
 def test_memory_of_a_tenant_that_is_not_named_any_more_is_kept(place: Path) -> None:
