@@ -13,15 +13,16 @@ MODEL_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 VLLM := $(BUILD)/vllm
 VLLM_BIN := $(VLLM)/venv/bin
 
-.PHONY: run run-long test fault fuzz sim mutants check bench bench-peers install model clean \
-  test-vllm bench-vllm train
+.PHONY: run run-smollm2 test fault fuzz sim mutants check bench bench-peers install model clean \
+  test-vllm bench-vllm train eval
 .DELETE_ON_ERROR:
 
-run: $(READY) $(MODEL)
-	$(BIN)/kvtier-worker demo --model $(BUILD)/model --out $(BUILD)/run.json
+run: $(READY)
+	mkdir -p $(BUILD)
+	$(BIN)/kvtier-worker demo --out $(BUILD)/run.json
 
-run-long: $(READY) $(MODEL)
-	$(BIN)/kvtier-worker demo --model $(BUILD)/model --out $(BUILD)/run.json --tokens 512
+run-smollm2: $(READY) $(MODEL)
+	$(BIN)/kvtier-worker demo --model $(BUILD)/model --out $(BUILD)/run-smollm2.json
 
 test: check $(MODEL)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
@@ -66,6 +67,12 @@ test-vllm: $(VLLM)/ready $(VLLM)/model/config.json
 
 bench-vllm: $(VLLM)/ready $(VLLM)/model/config.json
 	$(VLLM_BIN)/python -m tests.vllm.bench
+
+# Goes on from the answers that build/eval.json already has.
+eval: $(READY)
+	mkdir -p $(BUILD)
+	$(BIN)/kvtier-worker eval --out $(BUILD)/eval.json
+	$(BIN)/python -m tests.bench.accuracy $(BUILD)/eval.json
 
 train: $(READY)
 	$(BIN)/python -m kvtier_worker.cot.train --out $(BUILD)/cot

@@ -2,32 +2,42 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import TYPE_CHECKING, Final
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import click
-import msgspec
 
 import kvtier_client as kv
 from kvtier_client.errors import KvtierError
-from kvtier_worker.errors import WorkerError
+from kvtier_worker.budget import EFFORTS, Budget
+from kvtier_worker.cot.shipped import shipped_model_path
+from kvtier_worker.errors import UntrainedFold, WorkerError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import TaskID
-
-    from kvtier_worker.demo import Progress
     from kvtier_worker.engine import Engine
     from kvtier_worker.load import LoadedModel
+    from kvtier_worker.sequence import Sequence
     from kvtier_worker.tokenizer import Tokenizer
 
 BLOCK_TOKENS: Final = 16
 SWAP_WAIT_S: Final = 30.0
+THOUGHTS: Final = 32
+QUESTIONS: Final = 16
+STRATEGIES: Final = ("vote", "best-of-n", "beam", "mcts")
+LANDING: Final = "\n\nThe answer is:"
+ANSWER_TOKENS: Final = 32
+"""What an answer may still have when its thought was brought to an end."""
 
 _model = click.option(
-    "--model", "model_path", required=True, help="Hugging Face directory, or GGUF file."
+    "--model",
+    "model_path",
+    default=shipped_model_path,
+    show_default="the shipped reasoning model",
+    help="Hugging Face directory, or GGUF file.",
 )
 _threads = click.option(
     "--threads",
@@ -40,6 +50,12 @@ _threads = click.option(
 _kv_mib = click.option(
     "--kv-mib", default=256, show_default=True, type=click.IntRange(1), help="KV pool, in MiB."
 )
+_landing = click.option(
+    "--landing",
+    default=LANDING,
+    show_default=repr(LANDING),
+    help="What it has to go on with when its budget is used up.",
+)
 
 
 @click.group()
@@ -50,14 +66,24 @@ def main() -> None:
 @main.command()
 @_model
 @_threads
-@click.option("--sessions", default=16, show_default=True, type=click.IntRange(1, 4096))
-@click.option("--tokens", default=256, show_default=True, type=click.IntRange(2))
+@click.option(
+    "--sessions",
+    type=click.IntRange(1, 4096),
+    help=f"Default: {THOUGHTS} problems for the reasoning model, {QUESTIONS} questions for others.",
+)
+@click.option(
+    "--tokens",
+    default=256,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Of each answer; the reasoning model's problems have their own length.",
+)
 @click.option(
     "--pressure",
     default=4,
     show_default=True,
     type=click.IntRange(2),
-    help="The pool is the unpressured peak divided by this.",
+    help="For other models: the pool is the unpressured peak divided by this.",
 )
 @click.option("--daemon", "socket_path", help="kvtierd's socket; without it one is started.")
 @click.option("--admin", "admin_path", help="Its admin socket; default: admin.sock beside it.")
@@ -65,43 +91,125 @@ def main() -> None:
 def demo(
     model_path: str,
     threads: int,
-    sessions: int,
+    sessions: int | None,
     tokens: int,
     pressure: int,
     socket_path: str | None,
     admin_path: str | None,
     out: str,
 ) -> None:
-    """Run sessions unpressured, with recomputation and with swap, and compare."""
-    from rich.console import Console
+    """Run the same sessions with too little KV memory under several policies, and compare.
 
-    from kvtier_worker.chart import draw_tiers
-    from kvtier_worker.demo import Demo, DemoPlan
-    from kvtier_worker.table import result_table
-
-    questions = files("kvtier_worker").joinpath("prompts.txt").read_text("utf-8").splitlines()
-    plan = DemoPlan(
-        prompts=tuple(questions[i % len(questions)] for i in range(sessions)),
-        new_tokens=tokens,
-        block_tokens=BLOCK_TOKENS,
-        pressure=pressure,
-        socket_path=socket_path,
-        admin_path=admin_path,
-    )
-    console = Console()
+    The reasoning model solves problems: with full KV, with swap, with steps folded, and with steps
+    that come back when they are needed. Other models answer questions, with and without swap.
+    """
     with _told():
         loaded = _load(model_path, threads)
-        with _progress_bar(console, sessions * tokens) as progress:
-            report = Demo(loaded, plan, progress).run()
-    console.print(result_table(report))
-    png = os.path.splitext(out)[0] + ".png"
-    with open(out, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(report)))
-    draw_tiers(report.samples, png)
-    console.print(f"figures: {out}, chart: {png}")
-    for failure in report.failures:
+        from kvtier_worker.cot.demo import ThoughtPlan, knows_the_task
+        from kvtier_worker.demo import DemoPlan
+        from kvtier_worker.show import show_swap, show_thoughts
+
+        if knows_the_task(loaded):
+            problems = ThoughtPlan(
+                sessions or THOUGHTS, socket_path=socket_path, admin_path=admin_path
+            )
+            failures = show_thoughts(loaded, problems, out)
+        else:
+            text = files("kvtier_worker").joinpath("prompts.txt").read_text("utf-8")
+            questions = cycle(text.splitlines())
+            plan = DemoPlan(
+                prompts=tuple(islice(questions, sessions or QUESTIONS)),
+                new_tokens=tokens,
+                block_tokens=BLOCK_TOKENS,
+                pressure=pressure,
+                socket_path=socket_path,
+                admin_path=admin_path,
+            )
+            failures = show_swap(loaded, plan, out)
+    for failure in failures:
         click.echo(f"failed: {failure}", err=True)
-    sys.exit(1 if report.failures else 0)
+    sys.exit(1 if failures else 0)
+
+
+@main.command("eval")
+@_model
+@click.option(
+    "--jobs",
+    default=lambda: len(os.sched_getaffinity(0)),
+    show_default="all cores",
+    type=click.IntRange(1, 256),
+    help="Processes that compute, one thread each.",
+)
+@click.option(
+    "--pairs",
+    type=click.IntRange(1),
+    help="Problems; default: as many as the interval of the difference needs.",
+)
+@click.option("--out", default="eval.json", show_default=True, help="Answers; goes on from them.")
+def evaluate_folds(model_path: str, jobs: int, pairs: int | None, out: str) -> None:
+    """Compare answers with folded steps, with and without unfolds, with those of full KV."""
+    with _told():
+        _quiet_threads()
+        from rich.console import Console
+
+        from kvtier_worker.cot.evaluate import evaluate
+        from kvtier_worker.table import verdict_table
+
+        console = Console()
+        results = evaluate(model_path, out, jobs, console.print, pairs)
+    console.print(verdict_table(results))
+
+
+@main.command()
+@_model
+@_threads
+@_kv_mib
+@click.option(
+    "--strategy",
+    "names",
+    multiple=True,
+    type=click.Choice(STRATEGIES),
+    help="May be given several times; default: all of them.",
+)
+@click.option("--problems", default=8, show_default=True, type=click.IntRange(1, 4096))
+@click.option("--steps", default=8, show_default=True, help="Of each problem.")
+@click.option("--rows", default=12, show_default=True, help="Of each step.")
+@click.option("--n", default=8, show_default=True, help="Branches of vote and best-of-n.")
+@click.option("--width", default=4, show_default=True, help="Branches that a beam keeps.")
+@click.option("--expand", default=4, show_default=True, help="Ways on from the end of a step.")
+@click.option("--visits", default=8, show_default=True, help="Steps that mcts adds.")
+@click.option("--rollouts", default=4, show_default=True, help="From each of these to the end.")
+@click.option("--temperature", default=1.0, show_default=True)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1))
+@click.option("--daemon", "socket_path", help="kvtierd's socket; without it one is started.")
+@click.option("--admin", "admin_path", help="Its admin socket; default: admin.sock beside it.")
+def search(
+    model_path: str,
+    threads: int,
+    kv_mib: int,
+    names: tuple[str, ...],
+    steps: int,
+    rows: int,
+    **options: Any,
+) -> None:
+    """Search for solutions of the reasoning task, and compare with single samples.
+
+    Branches share what they have in common, and are folded; those that mcts does not visit are
+    parked with the daemon. Shown are a table of all strategies, and the tree of the last search.
+    """
+    with _told():
+        loaded = _load(model_path, threads)
+        from kvtier_worker.cot.task import Size
+        from kvtier_worker.search.command import search_and_show
+        from kvtier_worker.search.trial import TrialPlan
+
+        try:
+            size = Size(steps, rows)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        pool_bytes = kv_mib << 20
+        plan = TrialPlan(names or STRATEGIES, size=size, pool_bytes=pool_bytes, **options)
+        search_and_show(loaded, plan)
 
 
 @main.command()
@@ -112,6 +220,13 @@ def demo(
 @click.option("--tokens", default=128, show_default=True, type=click.IntRange(1))
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**64 - 1))
+@click.option("--effort", type=click.Choice(list(EFFORTS)), help="How much of the budget to use.")
+@click.option(
+    "--budget-tokens",
+    type=click.IntRange(1),
+    help="After so many tokens it has to answer; default with --effort: what --tokens leaves.",
+)
+@_landing
 @click.option("--daemon", "socket_path", help="kvtierd's socket; needed to suspend.")
 @click.option(
     "--suspend-after",
@@ -126,23 +241,31 @@ def generate(
     tokens: int,
     temperature: float,
     seed: int,
+    effort: str | None,
+    budget_tokens: int | None,
+    landing: str,
     socket_path: str | None,
     suspend_after: int | None,
 ) -> None:
     """Answer one prompt, or begin to and suspend."""
     from kvtier_worker.sampler import Sampling
 
-    with _told(), _engine(model_path, threads, kv_mib, socket_path) as (engine, tokenizer):
+    with _told(), _engine(model_path, threads, kv_mib, socket_path, landing) as (engine, tokenizer):
+        budget = None
+        if effort is not None or budget_tokens is not None:
+            budget = Budget(budget_tokens, effort=effort or "high")
         sequence = engine.submit(
             tokenizer.encode_prompt(prompt),
             tokens,
             Sampling(temperature, seed),
             stop_token=tokenizer.end_token,
+            budget=budget,
         )
         wanted = tokens if suspend_after is None else suspend_after
         while len(sequence.generated) < wanted and engine.step():
             pass
         click.echo(tokenizer.decode(sequence.generated))
+        _tell_cause(sequence)
         if suspend_after is not None and not sequence.ended:
             click.echo(f"token: {engine.suspend(sequence)}")
 
@@ -151,22 +274,52 @@ def generate(
 @_model
 @_threads
 @_kv_mib
+@_landing
 @click.option("--token", required=True, help="What `generate --suspend-after` printed.")
 @click.option("--daemon", "socket_path", required=True, help="kvtierd's socket.")
-def resume(model_path: str, threads: int, kv_mib: int, token: str, socket_path: str) -> None:
+def resume(
+    model_path: str, threads: int, kv_mib: int, landing: str, token: str, socket_path: str
+) -> None:
     """Go on with a suspended session, from its next token to its end."""
-    with _told(), _engine(model_path, threads, kv_mib, socket_path) as (engine, tokenizer):
+    with _told(), _engine(model_path, threads, kv_mib, socket_path, landing) as (engine, tokenizer):
         sequence = engine.resume(token)
         before = len(sequence.generated)
         engine.run()
         click.echo(tokenizer.decode(sequence.generated[before:]))
+        _tell_cause(sequence)
+
+
+def _tell_cause(sequence: "Sequence") -> None:
+    """Say why a thought was brought to its end, if it was."""
+    course = sequence.course
+    if course is not None and course.landed_at is not None and course.cause is not None:
+        after = course.landed_at - sequence.prompt_tokens
+        cut = ", and the answer was cut off" if course.stopped else ""
+        click.echo(f"landed after {after} tokens: {course.cause.value}{cut}", err=True)
 
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Say an expected error in one line and exit with its code."""
+    """Say an expected error in one line and exit with its code; say a warning once."""
+    said: set[str] = set()
+
+    def say(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            click.echo(f"warning: {message}", err=True)
+
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UntrainedFold)
+            warnings.showwarning = say
+            yield
     except (WorkerError, KvtierError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code if isinstance(error, KvtierError) else 1)
@@ -174,10 +327,12 @@ def _told() -> Iterator[None]:
 
 @contextmanager
 def _engine(
-    model_path: str, threads: int, kv_mib: int, socket_path: str | None
+    model_path: str, threads: int, kv_mib: int, socket_path: str | None, landing: str = LANDING
 ) -> "Iterator[tuple[Engine, Tokenizer]]":
     """An engine for one session, with a store at the daemon if one is named."""
     from kvtier_worker.engine import Engine, block_shape
+    from kvtier_worker.governor import GovernPolicy, Landing
+    from kvtier_worker.loops import LoopRules
     from kvtier_worker.pool import PagedPool
     from kvtier_worker.store import RecomputeStore
     from kvtier_worker.swap import DaemonStore
@@ -185,63 +340,30 @@ def _engine(
     loaded = _load(model_path, threads)
     model = loaded.model
     pool = PagedPool(block_shape(model, BLOCK_TOKENS), kv_mib << 20, model.device)
+    control = tuple(loaded.tokenizer.encode(landing))
+    governing = GovernPolicy(Landing(control, ANSWER_TOKENS), loops=LoopRules())
     if socket_path is None:
-        yield Engine(model, pool, RecomputeStore()), loaded.tokenizer
+        yield Engine(model, pool, RecomputeStore(), governing=governing), loaded.tokenizer
         return
     with kv.Client(socket_path, name="kvtier-worker") as client:
         store = DaemonStore(client, pool, model.config.name, SWAP_WAIT_S)
-        yield Engine(model, pool, store), loaded.tokenizer
+        yield Engine(model, pool, store, governing=governing), loaded.tokenizer
 
 
-def _load(model_path: str, threads: int) -> "LoadedModel":
+def _quiet_threads() -> None:
     # OpenMP reads it when torch is loaded. Spinning threads take the core from the one they wait
     # for as soon as anything else runs on the machine: ten times slower on two busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _load(model_path: str, threads: int) -> "LoadedModel":
+    _quiet_threads()
     import torch
 
     from kvtier_worker.load import load_model
 
     torch.set_num_threads(threads)
     return load_model(model_path, torch.device("cpu"))
-
-
-@contextmanager
-def _progress_bar(console: "Console", total_tokens: int) -> "Iterator[Progress]":
-    """A bar per policy, in tokens; in a log, a line per tenth."""
-    if not console.is_terminal:
-        yield _progress_lines(console, total_tokens)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description:>10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeElapsedColumn(),
-    )
-    with Bars(*columns, console=console) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(policy: str, tokens: int) -> None:
-            if policy not in tasks:
-                tasks[policy] = bars.add_task(policy, total=total_tokens)
-            bars.update(tasks[policy], completed=tokens)
-
-        yield show
-
-
-def _progress_lines(console: "Console", total_tokens: int) -> "Progress":
-    tenths: dict[str, int] = {}
-
-    def show(policy: str, tokens: int) -> None:
-        tenth = 10 * tokens // total_tokens
-        if tenth > tenths.get(policy, 0):
-            tenths[policy] = tenth
-            console.print(f"{policy}: {tokens} of {total_tokens} tokens")
-
-    return show
 
 
 if __name__ == "__main__":

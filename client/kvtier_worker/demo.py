@@ -1,4 +1,4 @@
-"""The main job: the same sessions without memory pressure, with recomputation, and with swap.
+"""Any model's demo: the same sessions without memory pressure, with recomputation, with swap.
 
 The unpressured run says how much KV the sessions need at their peak. The other two get a fraction
 of it, so that sessions are preempted again and again, and must end with the very same tokens.
@@ -15,7 +15,7 @@ import msgspec
 
 import kvtier_client as kv
 from kvtier_client.admin import AdminClient
-from kvtier_worker.daemon import OwnDaemon, sizes_for
+from kvtier_worker.daemon import OwnDaemon, Sizes, sizes_for
 from kvtier_worker.engine import Engine, block_shape
 from kvtier_worker.load import LoadedModel
 from kvtier_worker.metrics import RunFigures
@@ -80,7 +80,11 @@ class Demo:
         free = self._run("none", self._largest_pool(), lambda _: RecomputeStore())
         budget_bytes = self._pressed_pool(free.figures)
         recompute = self._run("recompute", budget_bytes, lambda _: RecomputeStore())
-        with self._daemon(budget_bytes) as (client, admin):
+        sizes = sizes_for(
+            self._shape.block_bytes, budget_bytes // ARENA_SHARE, 2 * self._largest_pool()
+        )
+        plan = self._plan
+        with daemon_clients(plan.socket_path, plan.admin_path, sizes) as (client, admin):
             watch = TierWatch(admin)
             name = self._model.config.name
             swap = self._run(
@@ -139,26 +143,6 @@ class Demo:
     def _blocks(self, prompt: list[int]) -> int:
         return self._shape.blocks(len(prompt) + self._plan.new_tokens)
 
-    @contextmanager
-    def _daemon(self, budget_bytes: int) -> Iterator[tuple[kv.Client, AdminClient]]:
-        """Clients of the daemon that was named, or of one that lives as long as the run."""
-        plan = self._plan
-        if plan.socket_path is not None:
-            admin_path = plan.admin_path or os.path.join(
-                os.path.dirname(plan.socket_path), "admin.sock"
-            )
-            with _clients(plan.socket_path, admin_path) as clients:
-                yield clients
-            return
-        spill_bytes = 2 * self._largest_pool()
-        sizes = sizes_for(self._shape.block_bytes, budget_bytes // ARENA_SHARE, spill_bytes)
-        with (
-            tempfile.TemporaryDirectory(prefix="kvtier-demo-") as directory,
-            OwnDaemon(directory, sizes) as daemon,
-            _clients(daemon.socket_path, daemon.admin_path) as clients,
-        ):
-            yield clients
-
 
 def find_failures(swap: RunFigures, tiers: TierFigures, outputs_equal: bool) -> list[str]:
     """What the swap run should have shown and did not."""
@@ -174,6 +158,24 @@ def find_failures(swap: RunFigures, tiers: TierFigures, outputs_equal: bool) -> 
         or tiers.nvme_peak_bytes == 0,
     }
     return [failure for failure, failed in checks.items() if failed]
+
+
+@contextmanager
+def daemon_clients(
+    socket_path: str | None, admin_path: str | None, sizes: Sizes
+) -> Iterator[tuple[kv.Client, AdminClient]]:
+    """Clients of the daemon that was named, or of one with these sizes that lives as long."""
+    if socket_path is not None:
+        beside = os.path.join(os.path.dirname(socket_path), "admin.sock")
+        with _clients(socket_path, admin_path or beside) as clients:
+            yield clients
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-demo-") as directory,
+        OwnDaemon(directory, sizes) as daemon,
+        _clients(daemon.socket_path, daemon.admin_path) as clients,
+    ):
+        yield clients
 
 
 @contextmanager

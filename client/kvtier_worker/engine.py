@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from time import perf_counter
 from typing import Final
 
 import numpy as np
@@ -10,17 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvtier_worker.budget import Budget
 from kvtier_worker.entries import Entries
-from kvtier_worker.errors import CannotFork, CannotUnfold, TooLong
+from kvtier_worker.errors import BadBudget, CannotFork, CannotUnfold, TooLong
 from kvtier_worker.folding import Folder, FoldPolicy
-from kvtier_worker.metrics import Clock, RunFigures
+from kvtier_worker.governor import Governor, GovernPolicy
+from kvtier_worker.metrics import BudgetFigures, Clock, RunFigures
 from kvtier_worker.model import Llama, Watch
 from kvtier_worker.pool import BlockShape, PagedPool
 from kvtier_worker.sampler import Sampling, choose
 from kvtier_worker.scheduler import Chunk, Limits, Scheduler
 from kvtier_worker.sequence import Sequence, State
 from kvtier_worker.store import KvStore
-from kvtier_worker.tile import TILE_ROWS, Row, build_tile
+from kvtier_worker.tile import Row, build_tile
 
 DEFAULT_LIMITS: Final = Limits()
 
@@ -42,13 +45,20 @@ class Engine:
         store: KvStore,
         limits: Limits = DEFAULT_LIMITS,
         folding: FoldPolicy | None = None,
+        governing: GovernPolicy | None = None,
     ) -> None:
-        """Without `folding` nothing is folded. Errors: BadStepRules."""
+        """Without `folding` nothing is folded, without `governing` no request has a budget.
+
+        Errors: BadStepRules; BadControl.
+        """
         self.model = model
         self.pool = pool
         self.store = store
         self.folder = Folder(model, pool, store, folding)
         self.scheduler = Scheduler(pool, store, self.folder, limits)
+        self.governor: Governor | None = None
+        if governing is not None:
+            self.governor = Governor(governing, model.config.vocab, pool, self.folder)
         self.clock = Clock()
         self.finished: list[Sequence] = []
         self.peak_pool_bytes = 0
@@ -57,30 +67,47 @@ class Engine:
         self._next_id = 0
 
     def submit(
-        self, prompt: Seq[int], new_tokens: int, sampling: Sampling, stop_token: int | None = None
+        self,
+        prompt: Seq[int],
+        new_tokens: int,
+        sampling: Sampling,
+        stop_token: int | None = None,
+        budget: Budget | None = None,
     ) -> Sequence:
-        """Queue a prompt. Errors: TooLong; PoolTooSmall and QueueFull of the scheduler."""
+        """Queue a prompt. With a budget its thought is governed.
+
+        Errors: TooLong; PoolTooSmall and QueueFull of the scheduler; BadBudget, BadControl.
+        """
         assert prompt and new_tokens > 0
-        return self._queue(
-            Sequence(
-                id=self._take_id(),
-                tokens=list(prompt),
-                prompt_tokens=len(prompt),
-                end_tokens=len(prompt) + new_tokens,
-                sampling=sampling,
-                kv=Entries(self.pool),
-                stop_token=stop_token,
-            )
+        sequence = Sequence(
+            id=self._take_id(),
+            tokens=list(prompt),
+            prompt_tokens=len(prompt),
+            end_tokens=len(prompt) + new_tokens,
+            sampling=sampling,
+            kv=Entries(self.pool),
+            stop_token=stop_token,
         )
+        if budget is not None:
+            if self.governor is None:
+                raise BadBudget(
+                    "a budget was given, and the engine does not know how a thought lands: make it"
+                    " with `governing`"
+                )
+            self.governor.govern(sequence, budget)
+        return self._queue(sequence)
 
     def step(self) -> bool:
         """Compute the next tokens of whoever is scheduled; false when nothing is left to do."""
+        began_s = perf_counter()
         chunks = self.scheduler.plan()
         self.finished += self.scheduler.failed
         self.scheduler.failed.clear()
         self._note_peaks()
         if not chunks:
             return bool(self.scheduler.waiting)
+        if self.governor is not None:
+            self.governor.feel()
         self._attended.clear()
         logits = self._compute(chunks)
         for chunk in chunks:
@@ -88,14 +115,15 @@ class Engine:
             if not chunk.samples:
                 self.scheduler.complete(chunk, None)
                 continue
-            token = choose(logits[sequence.id], sequence.sampling, len(sequence.tokens))
-            self.clock.token(sequence.id)
-            self.scheduler.complete(chunk, token)
+            self.scheduler.complete(chunk, self._next_token(sequence, logits[sequence.id]))
             if sequence.state is State.FINISHED:
                 self.finished.append(sequence)
+            if self.governor is not None:
+                self.governor.accepted(sequence)
         for sequence, masses in self._attended:
             if sequence.state is State.RUNNING:
                 self.folder.attended(sequence, masses)
+        self.clock.step(began_s, len(chunks), bool(self.scheduler.waiting))
         return True
 
     def run(self, on_step: Callable[["Engine"], None] | None = None) -> None:
@@ -110,7 +138,7 @@ class Engine:
         """Another branch of a sequence's thought, where it is now, with its own sampling.
 
         It shares the sequence's pages and what the daemon has of it. Both go on by themselves; the
-        fork of a parked sequence is parked. Errors: CannotFork.
+        fork of a parked sequence is parked, that of a paused one goes on. Errors: CannotFork.
         """
         if sequence.state in _AT_REST:
             raise CannotFork(f"sequence {sequence.id} is {sequence.state.value}: nothing goes on")
@@ -137,6 +165,7 @@ class Engine:
             reached_tokens=sequence.reached_tokens,
             saved_entries=sequence.saved_entries,
             saved_tokens=sequence.saved_tokens,
+            course=None if sequence.course is None else sequence.course.fork(),
         )
         self.store.branch(sequence, child)
         self.folder.fork(sequence, child)
@@ -157,10 +186,18 @@ class Engine:
         if sequence.state not in (*_AT_REST, State.PARKED):
             self.scheduler.park(sequence)
 
+    def pause(self, sequence: Sequence) -> None:
+        """Let a branch rest in the pool, before its newest token is computed, until it is woken.
+
+        It is parked if others need its room.
+        """
+        sequence.paused = sequence.state not in _AT_REST
+
     def wake(self, sequence: Sequence) -> None:
-        """Queue a parked branch again. Errors: QueueFull."""
+        """Let a paused or parked branch go on. Errors: QueueFull."""
         if sequence.state is State.PARKED:
             self.scheduler.wake(sequence)
+        sequence.paused = False
 
     # ------------------------------------------------------------------- steps
 
@@ -221,6 +258,7 @@ class Engine:
             tpot_p50_ms=p50_ms,
             tpot_p99_ms=p99_ms,
             peak_running=counters.peak_running,
+            mean_running=self.clock.mean_running,
             preemptions=counters.preemptions,
             recomputed_tokens=counters.recomputed_tokens,
             pool_bytes=(self.pool.pages + 1) * self.pool.page_bytes,
@@ -228,6 +266,7 @@ class Engine:
             peak_request_bytes=self.peak_request_bytes,
             swap=self.store.figures(),
             folding=self.folder.figures,
+            budgets=BudgetFigures() if self.governor is None else self.governor.figures,
         )
 
     def _take_id(self) -> int:
@@ -243,12 +282,20 @@ class Engine:
         self.scheduler.submit(sequence)
         return sequence
 
+    def _next_token(self, sequence: Sequence, logits: NDArray[np.float32]) -> int:
+        """The token that comes next: the one that is forced, or else the one that is chosen."""
+        if sequence.course is not None and sequence.course.forced:
+            return sequence.course.forced.pop(0)
+        self.clock.token(sequence.id)
+        return choose(logits, sequence.sampling, len(sequence.tokens))
+
     def _compute(self, chunks: Seq[Chunk]) -> dict[int, NDArray[np.float32]]:
         """Run all rows of a step, tile by tile. The result: logits by id, where one samples."""
         rows = [(chunk.sequence, row) for chunk in chunks for row in self._rows(chunk)]
         logits: dict[int, NDArray[np.float32]] = {}
-        for start in range(0, len(rows), TILE_ROWS):
-            part = rows[start : start + TILE_ROWS]
+        tile_rows = self.model.config.tile_rows
+        for start in range(0, len(rows), tile_rows):
+            part = rows[start : start + tile_rows]
             hidden = self._forward(part)
             last = {
                 sequence.id: i
@@ -275,13 +322,14 @@ class Engine:
         return rows
 
     def _forward(self, part: Seq[tuple[Sequence, Row]]) -> Tensor:
-        """Shapes: the last hidden state [TILE_ROWS, hidden]."""
+        """Shapes: the last hidden state [tile_rows, hidden]."""
         pool, rows = self.pool, [row for _, row in part]
-        tile = build_tile(rows, pool.shape.kv_heads, pool.scratch_slot, self.model.device)
+        model = self.model
+        tile = build_tile(rows, model.config.tile_rows, pool.scratch_slot, model.device)
         if tile.groups is None:
-            return self.model.forward(tile, pool.kv)
-        masses = torch.zeros(len(rows), tile.group_count, device=self.model.device)
-        hidden = self.model.forward(tile, pool.kv, Watch(masses=masses))
+            return model.forward(tile, pool.kv)
+        masses = torch.zeros(len(rows), tile.group_count, device=model.device)
+        hidden = model.forward(tile, pool.kv, Watch(masses=masses))
         for (sequence, row), mass in zip(part, masses.cpu().numpy(), strict=True):
             if row.groups is not None:
                 self._attended.append((sequence, mass))

@@ -9,8 +9,27 @@ WorkerError
 ├── CannotFork         the sequence has ended, or there is no room for a branch of it
 ├── CannotUnfold       there is no such folded step, or nobody keeps its full KV
 ├── BadStepRules       what should end a step cannot: unknown tokens, a broken pattern
+├── BadBudget          a request's budget is none, or nothing can be thought with it
+├── BadControl         no sequence can go on with a control sequence: empty, unknown tokens
+├── BadSearch          a search was asked for that cannot be made
+├── SearchFailed       no branch of a search came to an end that could be scored
 └── DaemonFailed       the kvtierd that the worker started did not come up
+
+UntrainedFold is a warning: what is folded is an approximation for this model.
 """
+
+
+class UntrainedFold(UserWarning):
+    """Steps are folded for a model that was not trained to go on from what is kept of them."""
+
+    def __init__(self, model: str, keep: int) -> None:
+        super().__init__(
+            f"model {model} was not trained to go on from {keep} entries of each step: what it"
+            " writes is an approximation. Of a model without that training 95 % of the answers"
+            " were right, but of the traces 24 %, where 56 % are with full KV; and what stands"
+            " inside a step is gone until it is unfolded. Take a model whose config.json has"
+            ' "fold_trained_keep", as the shipped one has'
+        )
 
 
 class WorkerError(Exception):
@@ -47,6 +66,22 @@ class CannotUnfold(WorkerError):
 
 class BadStepRules(WorkerError):
     """What should end a step cannot: tokens that the model has not, a pattern that is none."""
+
+
+class BadBudget(WorkerError):
+    """A request's budget is none, or nothing can be thought with it."""
+
+
+class BadControl(WorkerError):
+    """No sequence can go on with a control sequence: it is empty, or has unknown tokens."""
+
+
+class BadSearch(WorkerError):
+    """A search was asked for that cannot be made: no prompt, no branches, too many of them."""
+
+
+class SearchFailed(WorkerError):
+    """No branch of a search came to an end that could be scored."""
 
 
 class DaemonFailed(WorkerError):

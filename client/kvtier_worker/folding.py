@@ -7,17 +7,20 @@ takes, and lets it happen by `act`; so a change never fails for want of room, an
 pressure change at the same tokens as alone.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier_worker.errors import CannotUnfold, UnsupportedModel
+from kvtier_worker.errors import CannotUnfold, UnsupportedModel, UntrainedFold
 from kvtier_worker.folds import Folded, FoldOperator, StepKv, Tail, relative_error
+from kvtier_worker.lengths import StepLengths
 from kvtier_worker.metrics import FoldFigures, plus
 from kvtier_worker.model import Llama
 from kvtier_worker.pool import PagedPool
@@ -66,8 +69,9 @@ class FoldPolicy:
 
     `keep` entries of each step stay. Steps of the prompt are folded only with `fold_prompt`. What
     is unfolded is folded again at the end of the step in which that happened, unless it is pinned.
-    `longest_step_tokens` is what admission counts on for the step that is open; without it,
-    sequences are admitted as if they never folded. With `measure` every fold's error is measured.
+    `longest_step_tokens` is what is taken for a step's length until enough steps have been folded;
+    without it, sequences are admitted at first as if they never folded, and none is accepted that
+    the pool could not hold then. With `measure` every fold's error is measured.
     """
 
     rules: StepRules
@@ -109,7 +113,10 @@ class Folder:
                     "this fold operator gives biases and the pool has none: make the pool with"
                     " biased=True"
                 )
+            if not model.config.folds_to(policy.keep):
+                warnings.warn(UntrainedFold(model.config.name, policy.keep), stacklevel=3)
         self.policy = policy
+        self.lengths = StepLengths(None if policy is None else policy.longest_step_tokens)
         self.figures = FoldFigures()
         self.notes: deque[UnfoldNote] = deque(maxlen=NOTES_MAX)
         self._model = model
@@ -264,6 +271,7 @@ class Folder:
         thoughts = sequence.thoughts
         thoughts.decided += 1
         if self._folds(step):
+            self.lengths.add(step.tokens)
             self._fold(sequence, step)
         for other in thoughts.steps:
             if other.form is Form.UNFOLDED and not other.pinned:
@@ -284,8 +292,12 @@ class Folder:
         worked_s = perf_counter()
         packed = thoughts.first_packed_entry(step)
         target = sequence.kv.fold(first, first + step.tokens, keep)
-        self._pool.write_entries(target, folded.kv, folded.bias)
-        step.kept, step.bias = keep, None if folded.bias is None else folded.bias.cpu()
+        if folded is None:
+            self._pool.move_entries(slots[-keep:], target)
+        else:
+            self._pool.write_entries(target, folded.kv, folded.bias)
+        step.kept = keep
+        step.bias = None if folded is None or folded.bias is None else folded.bias.cpu()
         thoughts.change(step, Form.FOLDED, sequence.computed_tokens)
         self._store.cut(sequence, packed)
         self._store.folded(sequence, step)
@@ -341,15 +353,16 @@ class Folder:
 
     def _summarise(
         self, sequence: Sequence, step: Step, slots: Slots
-    ) -> tuple[Folded, float | None]:
-        """What stays of a step, and the error of that if it is measured."""
+    ) -> tuple[Folded | None, float | None]:
+        """What stays of a step, and the error of that if it is measured.
+
+        None stands for its last entries as they are: nobody has to look at them.
+        """
         policy = self.policy
         assert policy is not None
         wanted = max(policy.operator.queries, MEASURED_QUERIES if policy.measure else 0)
-        if not wanted and isinstance(policy.operator, Tail):
-            return Tail().fold(
-                StepKv(self._pool.read_entries(slots[-policy.keep :])), policy.keep
-            ), None
+        if policy.operator.copies_tail and not policy.measure:
+            return None, None
         queries = (
             probe_queries(self._model, self._pool, sequence, step, min(wanted, step.tokens))
             if wanted
@@ -412,6 +425,20 @@ class Folder:
                     self._store.expect_step(sequence, step)
 
     # ------------------------------------------------------------- predictions
+
+    @property
+    def keep(self) -> int:
+        """How many entries stay of a step."""
+        return 0 if self.policy is None else self.policy.keep
+
+    def open_tokens(self, sequence: Sequence) -> float:
+        """How many of its tokens are in the step that is open; infinite if none ever folds."""
+        if self.policy is None:
+            return inf
+        thoughts = sequence.thoughts
+        if thoughts.decided:
+            return len(sequence.tokens) - thoughts.steps[thoughts.decided - 1].end
+        return len(sequence.tokens) - (0 if self.policy.fold_prompt else sequence.prompt_tokens)
 
     def peak_tokens(self, prompt_tokens: int, end_tokens: int) -> int:
         """The most entries that a request is expected to have at once."""

@@ -12,6 +12,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from kvtier_kernels import KeyScores, score_keys
+
 SMOOTHED_KEYS: Final = 7
 """Keys over which a selection's scores are averaged, so that it keeps little spans."""
 
@@ -55,6 +57,11 @@ class FoldOperator(Protocol):
     def biased(self) -> bool:
         """Whether its entries have biases."""
 
+    @property
+    def copies_tail(self) -> bool:
+        """Whether what it keeps are the step's last entries as they are, so that it need not be
+        asked."""
+
     def fold(self, step: StepKv, keep: int) -> Folded:
         """Keep so many entries of a step, which has more."""
 
@@ -65,6 +72,7 @@ class Tail:
 
     queries: int = 0
     biased: bool = False
+    copies_tail: bool = True
 
     def fold(self, step: StepKv, keep: int) -> Folded:
         """A copy."""
@@ -77,11 +85,12 @@ class Selection:
 
     queries: int = 32
     biased: bool = False
+    copies_tail: bool = False
 
     def fold(self, step: StepKv, keep: int) -> Folded:
         """Copies of other entries in each head."""
-        keys, values, queries = _lanes(step)
-        weights = torch.softmax(_scores(queries, keys), -1).mean(1)
+        keys, values, _ = _lanes(step)
+        weights = _seen(step).importance.flatten(0, 1)
         smooth = torch.nn.functional.avg_pool1d(
             weights[:, None], SMOOTHED_KEYS, 1, SMOOTHED_KEYS // 2, count_include_pad=False
         )[:, 0]
@@ -101,22 +110,22 @@ class AttentionMatching:
     queries: int = 192
     ridge: float = 1e-2
     biased: bool = True
+    copies_tail: bool = False
 
     def fold(self, step: StepKv, keep: int) -> Folded:
         """Selected keys with fitted biases and values."""
         keys, values, queries = _lanes(step)
-        scores = _scores(queries, keys)
-        top = scores.amax(-1, keepdim=True)
-        weights = torch.exp(scores - top)
-        mass = weights.sum(-1, keepdim=True)
-        shares = weights / mass
-        kept = _most(shares.square().mean(1).sqrt(), keep)
+        seen = _seen(step, squared=True, outputs=True)
+        assert seen.outputs is not None
+        kept = _most(seen.importance.flatten(0, 1), keep)
         few = _gathered(keys, kept)
+        top, mass = (part.flatten(0, 1)[..., None] for part in (seen.tops, seen.masses))
         relative = (torch.exp(_scores(queries, few) - top) / mass).clamp_max(MOST_MASS)
         factors = _least_squares(relative, keys.shape[1] / keep)
         few_shares = relative * factors[:, None]
         few_shares /= few_shares.sum(-1, keepdim=True).clamp_min(1e-20)
-        fitted = _ridge(few_shares, shares @ values, _gathered(values, kept), self.ridge)
+        outputs = seen.outputs.reshape(queries.shape)
+        fitted = _ridge(few_shares, outputs, _gathered(values, kept), self.ridge)
         layers, heads = step.kv.shape[0], step.kv.shape[3]
         bias = factors.log().view(layers, heads, keep).transpose(1, 2).contiguous()
         return Folded(_unlaned(few, fitted, step), bias)
@@ -145,6 +154,14 @@ def _lanes(step: StepKv) -> tuple[Tensor, Tensor, Tensor]:
     rows = step.queries.shape[1]
     grouped = step.queries.view(layers, rows, heads, -1, head_dim).transpose(1, 2)
     return keys, values, grouped.reshape(layers * heads, -1, head_dim)
+
+
+def _seen(step: StepKv, squared: bool = False, outputs: bool = False) -> KeyScores:
+    """How the queries' attention falls on the step's entries."""
+    assert step.queries is not None
+    keys, values = (list(part) for part in step.kv.unbind(1))
+    slots = torch.arange(step.kv.shape[2], device=step.kv.device)
+    return score_keys(keys, slots, step.queries, squared, values if outputs else None)
 
 
 def _unlaned(keys: Tensor, values: Tensor, step: StepKv) -> Tensor:

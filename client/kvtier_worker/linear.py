@@ -6,22 +6,21 @@ On CPUs oneDNN's packed weights take about half the time of a plain GEMM at this
 import torch
 from torch import Tensor
 
-from kvtier_worker.tile import TILE_ROWS
-
 
 class TileLinear:
-    """Multiplies one tile by a weight matrix. Shapes: [TILE_ROWS, in] to [TILE_ROWS, out]."""
+    """Multiplies one tile by a weight matrix. Shapes: [rows, in] to [rows, out]."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """Shapes: `weight` [out, in]."""
+    def __init__(self, weight: Tensor, rows: int) -> None:
+        """Every tile has so many rows. Shapes: `weight` [out, in]."""
+        self._rows = rows
         self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, TILE_ROWS) if self._packed else weight
+            torch.ops.mkldnn._reorder_linear_weight(weight, rows) if self._packed else weight
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """One GEMM at its one shape."""
-        assert x.shape[0] == TILE_ROWS
+        assert x.shape[0] == self._rows
         if not self._packed:
             return torch.nn.functional.linear(x, self._weight)
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from xxhash import xxh3_128
 
@@ -37,14 +38,19 @@ class LoadedModel:
 def load_model(path: str, device: torch.device) -> LoadedModel:
     """Load a Hugging Face directory, a .gguf file, or a directory with one .gguf file in it.
 
-    Errors: UnsupportedModel when there is no model, or one that is no plain Llama.
+    Errors: UnsupportedModel when there is no model, a damaged one, or one that is no plain Llama.
     """
     directory = hugging_face_directory(path)
-    config = read_config(directory)
-    weights: dict[str, torch.Tensor] = {}
-    for file in _weight_files(directory):
-        weights.update(load_file(file))
-    return LoadedModel(Llama(config, weights, device), Tokenizer(directory))
+    try:
+        config = read_config(directory)
+        weights: dict[str, torch.Tensor] = {}
+        for file in _weight_files(directory):
+            weights.update(load_file(file))
+        return LoadedModel(Llama(config, weights, device), Tokenizer(directory))
+    except (KeyError, OSError, SafetensorError, ValueError) as error:
+        raise UnsupportedModel(
+            f"the model in {directory} is damaged or incomplete: {error!r}; get its files again"
+        ) from error
 
 
 def read_config(directory: str) -> ModelConfig:
@@ -84,6 +90,7 @@ def read_config(directory: str) -> ModelConfig:
         rms_eps=raw["rms_norm_eps"],
         rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
         max_positions=raw["max_position_embeddings"],
+        fold_trained_keep=raw.get("fold_trained_keep"),
     )
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from time import perf_counter
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
+
+TICK_S: Final = 1e-9
+"""Stands for no time at all where something is divided by it."""
 
 Figures = TypeVar("Figures", bound=msgspec.Struct)
 
@@ -62,6 +65,29 @@ class FoldFigures(msgspec.Struct, frozen=True):
         return self.error_sum / self.measured if self.measured else 0.0
 
 
+class BudgetFigures(msgspec.Struct, frozen=True):
+    """Where the governor stepped in. Units: tokens.
+
+    The first six are thoughts that were brought to land, by cause. `landings` are control sequences
+    that were injected, of `forced_tokens` tokens in all, and `control_failures` those that were not
+    to be had. `hard_stops` are answers that were cut off, `probe_failures` requests whose probe
+    failed, and `tightened` is how often the pool's pressure tightened all budgets.
+    """
+
+    token_budget: int = 0
+    kv_bytes: int = 0
+    loop_ngram: int = 0
+    loop_entropy: int = 0
+    probe: int = 0
+    pressure: int = 0
+    landings: int = 0
+    forced_tokens: int = 0
+    hard_stops: int = 0
+    probe_failures: int = 0
+    control_failures: int = 0
+    tightened: int = 0
+
+
 def plus(figures: Figures, more: Mapping[str, float]) -> Figures:
     """The figures with more added to some of them, by name."""
     sums = {name: getattr(figures, name) + count for name, count in more.items()}
@@ -69,7 +95,12 @@ def plus(figures: Figures, more: Mapping[str, float]) -> Figures:
 
 
 class RunFigures(msgspec.Struct, frozen=True):
-    """One policy's run. `tpot_*` is the time between two tokens of one session, waits included."""
+    """One policy's run. `tpot_*` is the time between two tokens of one session, waits included.
+
+    `mean_running` is how many sessions computed at a time: the average over the time in which
+    others waited for room, so that a queue that runs dry does not lower it (or over all the time,
+    if nobody ever waited).
+    """
 
     policy: str
     sessions: int
@@ -79,6 +110,7 @@ class RunFigures(msgspec.Struct, frozen=True):
     tpot_p50_ms: float
     tpot_p99_ms: float
     peak_running: int
+    mean_running: float
     preemptions: int
     recomputed_tokens: int
     pool_bytes: int
@@ -86,6 +118,7 @@ class RunFigures(msgspec.Struct, frozen=True):
     peak_request_bytes: int
     swap: SwapFigures
     folding: FoldFigures = FoldFigures()
+    budgets: BudgetFigures = BudgetFigures()
 
 
 class Clock:
@@ -96,6 +129,20 @@ class Clock:
         self._last_s: dict[int, float] = {}
         self._gaps_s: list[float] = []
         self.tokens = 0
+        self._running_s = {True: 0.0, False: 0.0}
+        self._steps_s = {True: 0.0, False: 0.0}
+
+    def step(self, began_s: float, running: int, queued: bool) -> None:
+        """A step has ended in which so many sessions computed, and others waited or did not."""
+        step_s = perf_counter() - began_s
+        self._steps_s[queued] += step_s
+        self._running_s[queued] += running * step_s
+
+    @property
+    def mean_running(self) -> float:
+        """Sessions that computed at a time while others waited; if none ever did, at any time."""
+        queued = self._steps_s[True] > 0
+        return self._running_s[queued] / max(self._steps_s[queued], TICK_S)
 
     def token(self, sequence_id: int) -> None:
         """The sequence got a token now."""

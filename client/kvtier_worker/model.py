@@ -6,6 +6,7 @@ Everything runs in float32 on tiles (see `tile.py`). Only exact operations (+, *
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,10 +16,18 @@ from kvtier_worker.attention import paged_attention
 from kvtier_worker.linear import TileLinear
 from kvtier_worker.tile import Tile
 
+TILE_ROWS: Final = 16
+SMALL_TILE_ROWS: Final = 64
+SMALL_HIDDEN: Final = 256
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The numbers that fix a model's shape; `name` is what its KV layout is called."""
+    """The numbers that fix a model's shape; `name` is what its KV layout is called.
+
+    A model may be trained to go on from the last entries of finished steps: `fold_trained_keep` is
+    then the least number of them.
+    """
 
     name: str
     vocab: int
@@ -31,6 +40,17 @@ class ModelConfig:
     rms_eps: float
     rope_theta: float
     max_positions: int
+    fold_trained_keep: int | None = None
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of one tile: as many as hardly take longer than few, when the weights are read once
+        (16 rows take a quarter more time than 8), or when a small GEMM is mostly its call."""
+        return SMALL_TILE_ROWS if self.hidden <= SMALL_HIDDEN else TILE_ROWS
+
+    def folds_to(self, keep: int) -> bool:
+        """Whether the model was trained to go on from so many entries of a step."""
+        return self.fold_trained_keep is not None and keep >= self.fold_trained_keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +109,10 @@ class Llama:
         self.device = device
         self.embedding = take("model.embed_tokens.weight")
         tied = "lm_head.weight" not in weights
-        self.head = TileLinear(self.embedding if tied else take("lm_head.weight"))
+        rows = config.tile_rows
+        self.head = TileLinear(self.embedding if tied else take("lm_head.weight"), rows)
         self.norm = take("model.norm.weight")
-        self.layers = [_layer(take, f"model.layers.{i}.") for i in range(config.layers)]
+        self.layers = [_layer(take, f"model.layers.{i}.", rows) for i in range(config.layers)]
         self.cos, self.sin = _rope_table(config, device)
 
     @torch.inference_mode()
@@ -99,7 +120,7 @@ class Llama:
         """Compute one tile and write its rows' K and V into the pages, at `tile.slots`.
 
         A written entry has no bias; `watch` is filled with what it asks for. Shapes: the result is
-        the last hidden state [TILE_ROWS, hidden].
+        the last hidden state [tile_rows, hidden].
         """
         c = self.config
         x = self.embedding[tile.tokens]
@@ -131,13 +152,13 @@ class Llama:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Shapes: [TILE_ROWS, hidden] to [TILE_ROWS, vocab]."""
+        """Shapes: [tile_rows, hidden] to [tile_rows, vocab]."""
         return self.head(hidden)
 
 
-def _layer(take: Callable[[str], Tensor], prefix: str) -> LayerWeights:
+def _layer(take: Callable[[str], Tensor], prefix: str, rows: int) -> LayerWeights:
     def stack(*names: str) -> TileLinear:
-        return TileLinear(torch.cat([take(f"{prefix}{name}.weight") for name in names]))
+        return TileLinear(torch.cat([take(f"{prefix}{name}.weight") for name in names]), rows)
 
     return LayerWeights(
         input_norm=take(prefix + "input_layernorm.weight"),

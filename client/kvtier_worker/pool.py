@@ -7,10 +7,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvtier_kernels import gather_blocks, scatter_blocks
+from kvtier_kernels import gather_blocks, move_entries, scatter_blocks
 from kvtier_worker.errors import PoolTooSmall
 from kvtier_worker.model import KvPages
-from kvtier_worker.tile import CHUNK_TOKENS, Slots
+from kvtier_worker.tile import Slots
 
 FLOAT_BYTES: Final = 4
 
@@ -59,10 +59,6 @@ class PagedPool:
 
         Errors: PoolTooSmall when the budget holds no page besides the scratch page.
         """
-        if CHUNK_TOKENS % shape.block_tokens:
-            raise PoolTooSmall(
-                f"block_tokens is {shape.block_tokens}; it must divide {CHUNK_TOKENS}"
-            )
         self.page_bytes = shape.block_bytes + (shape.bias_bytes if biased else 0)
         pages = budget_bytes // self.page_bytes - 1
         if pages < 1:
@@ -161,6 +157,12 @@ class PagedPool:
             self.read_blocks([first // tokens], out)
         else:
             out[0, :, :, : len(slots)] = self.read_entries(slots)
+
+    def move_entries(self, sources: Slots, targets: Slots) -> None:
+        """Copy single entries, biases included, to other slots; the two may overlap."""
+        layers = (*self.k_pages, *self.v_pages, *self.bias_pages)
+        pools = [layer.flatten(0, 1) for layer in layers]
+        move_entries(pools, self._index(sources), self._index(targets))
 
     def write_entries(self, slots: Slots, kv: Tensor, bias: Tensor | None = None) -> None:
         """Set the K, V and bias of single entries.

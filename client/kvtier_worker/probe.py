@@ -11,7 +11,7 @@ from kvtier_worker.model import Llama, Watch
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.sequence import Sequence
 from kvtier_worker.thoughts import Step
-from kvtier_worker.tile import TILE_ROWS, Row, build_tile
+from kvtier_worker.tile import Row, build_tile
 
 
 def probe_queries(
@@ -25,7 +25,7 @@ def probe_queries(
     config, kv = model.config, sequence.kv
     shift = sequence.thoughts.first_entry(step) - step.first
     parts = []
-    for start in range(step.end - tokens, step.end, TILE_ROWS):
+    for start in range(step.end - tokens, step.end, config.tile_rows):
         rows = [
             Row(
                 token=sequence.tokens[at],
@@ -34,9 +34,9 @@ def probe_queries(
                 biased=bool(pool.bias_pages),
                 write=False,
             )
-            for at in range(start, min(start + TILE_ROWS, step.end))
+            for at in range(start, min(start + config.tile_rows, step.end))
         ]
-        tile = build_tile(rows, pool.shape.kv_heads, pool.scratch_slot, model.device)
+        tile = build_tile(rows, config.tile_rows, pool.scratch_slot, model.device)
         queries = torch.empty(
             config.layers, len(rows), config.heads, config.head_dim, device=model.device
         )

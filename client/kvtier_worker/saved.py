@@ -17,6 +17,7 @@ from torch import Tensor
 import kvtier_client as kv
 from kvtier_client import wire
 from kvtier_worker.branches import ROOT_NODE, Archive, Branch, Family, Live, Mark, Node
+from kvtier_worker.budget import Cause, Course
 from kvtier_worker.entries import Entries
 from kvtier_worker.errors import CannotSuspend
 from kvtier_worker.pool import BlockShape, PagedPool
@@ -24,7 +25,9 @@ from kvtier_worker.sampler import Sampling
 from kvtier_worker.sequence import Sequence, State
 from kvtier_worker.thoughts import Archived, Event, Form, Step, Thoughts
 
-FORMAT: Final = 2
+FORMAT: Final = 3
+_READABLE: Final = (2, FORMAT)
+"""Format 2 has no `course`."""
 _TOKEN: Final = re.compile(r"([0-9a-f]{32})(?:\.([0-9]{1,10}))?")
 _NODE_IDS: Final = (2**31, 2**32 - 2**20)
 """Where a worker that does not have the session to itself begins to number its nodes."""
@@ -56,6 +59,18 @@ class SavedNode(msgspec.Struct, frozen=True, array_like=True):
     marks: list[tuple[int, int]]
 
 
+class SavedCourse(msgspec.Struct, frozen=True, array_like=True):
+    """A budget, and how far its sequence is on the way to its end."""
+
+    tokens: int
+    kv_entries: int | None
+    cause: Cause | None
+    begun_at: int
+    landed_at: int | None
+    forced: list[int]
+    probe_failed: bool
+
+
 class SavedSession(msgspec.Struct, frozen=True):
     """A sequence at rest. `layout` is the fingerprint of its KV's layout."""
 
@@ -77,6 +92,7 @@ class SavedSession(msgspec.Struct, frozen=True):
     archive_end_page: int
     path: list[SavedNode]
     next_id: int
+    course: SavedCourse | None = None
     format: int = FORMAT
 
 
@@ -111,6 +127,7 @@ def save_session(sequence: Sequence, branch: Branch, layout: bytes) -> str:
         archive_end_page=branch.archive.end_page,
         path=_saved_path(branch.live),
         next_id=family.next_id,
+        course=_saved_course(sequence.course),
     )
     data = msgspec.msgpack.encode(saved)
     family.blob_version += 1
@@ -156,6 +173,7 @@ def open_saved(
         reached_tokens=saved.reached_tokens,
         saved_entries=entries,
         saved_tokens=saved.saved_tokens,
+        course=_opened_course(saved.course),
     )
     if entries:
         sequence.state = State.SWAPPED
@@ -167,9 +185,10 @@ def open_saved(
 def _decode(blob: bytes) -> SavedSession:
     try:
         head = msgspec.msgpack.decode(blob)
-        if isinstance(head, dict) and head.get("format", FORMAT) != FORMAT:
+        if isinstance(head, dict) and head.get("format", FORMAT) not in _READABLE:
             raise CannotSuspend(
-                f"the session's blob has format {head['format']}, this worker reads {FORMAT};"
+                f"the session's blob has format {head['format']}, this worker reads"
+                f" {' and '.join(map(str, _READABLE))};"
                 " resume it with the version that suspended it"
             )
         return msgspec.convert(head, SavedSession)
@@ -178,6 +197,16 @@ def _decode(blob: bytes) -> SavedSession:
             f"the session's blob is not a suspended session of this worker ({error});"
             " it was opened by another program, or never suspended"
         ) from error
+
+
+def _saved_course(course: Course | None) -> SavedCourse | None:
+    if course is None:
+        return None
+    return SavedCourse(*(getattr(course, name) for name in SavedCourse.__struct_fields__))
+
+
+def _opened_course(saved: SavedCourse | None) -> Course | None:
+    return None if saved is None else Course(**msgspec.structs.asdict(saved))
 
 
 # -------------------------------------------------------------------- the branch

@@ -17,6 +17,7 @@ Any ──prune──▶ PRUNED: a branch that nobody wants any more.
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtier_worker.budget import Course
 from kvtier_worker.entries import Entries
 from kvtier_worker.errors import WorkerError
 from kvtier_worker.sampler import Sampling
@@ -42,7 +43,8 @@ class Sequence:
     `computed_tokens` is what the KV now in `kv` stands for; `reached_tokens` is the most that it
     ever was, so that what is computed below it is recomputation. `end_tokens` is the length at
     which it ends. While it is out of the pool, `saved_entries` of the `saved_tokens` that were
-    computed are kept. `failure` says why it ended early.
+    computed are kept. While it is `paused` its newest token is not computed: it rests in the pool.
+    `failure` says why it ended early, `course` what its budget is and why it landed, if it has one.
     """
 
     id: int
@@ -59,7 +61,9 @@ class Sequence:
     reached_tokens: int = 0
     saved_entries: int = 0
     saved_tokens: int = 0
+    paused: bool = False
     failure: WorkerError | None = None
+    course: Course | None = None
 
     @property
     def pages(self) -> list[int]:
@@ -78,6 +82,11 @@ class Sequence:
             len(self.tokens) > self.prompt_tokens and self.tokens[-1] == self.stop_token
         )
 
-    def rank(self) -> tuple[int, int, int]:
-        """Who goes first: earlier arrival, then more progress. The last in rank is the victim."""
-        return (self.arrival_step, self.prompt_tokens - len(self.tokens), self.id)
+    def rank(self) -> tuple[int, int]:
+        """Who goes first; the last in rank is the victim.
+
+        A generated token counts as much as having come a step earlier: what has taken long is
+        protected, also if it was resumed or forked late. As no sequence can generate more tokens
+        than its length, only so many that came later can ever go first, and nobody starves.
+        """
+        return (self.arrival_step - len(self.tokens) + self.prompt_tokens, self.id)

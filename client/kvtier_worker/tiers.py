@@ -12,9 +12,11 @@ SAMPLE_EVERY_S: Final = 0.25
 
 
 class TierSample(msgspec.Struct, frozen=True):
-    """Bytes of KV in each tier at one moment; `hbm` is the worker's pool."""
+    """Bytes of KV in each tier at one moment, and how many sessions ran; `hbm` is the worker's
+    pool."""
 
     at_s: float
+    running: int
     hbm_bytes: int
     dram_bytes: int
     nvme_bytes: int
@@ -50,8 +52,9 @@ class TierWatch:
         at_s = perf_counter() - self._started_s
         if not self.samples or at_s - self.samples[-1].at_s >= SAMPLE_EVERY_S:
             now = self._ask()
+            running, hbm_bytes = len(engine.scheduler.running), engine.pool.used_bytes
             self.samples.append(
-                TierSample(at_s, engine.pool.used_bytes, now.dram_bytes, now.nvme_bytes)
+                TierSample(at_s, running, hbm_bytes, now.dram_bytes, now.nvme_bytes)
             )
 
     def figures(self) -> TierFigures:

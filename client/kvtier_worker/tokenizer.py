@@ -26,6 +26,10 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
             )
+        return self.encode(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Text as it would stand in the middle of an answer."""
         return cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: list[int]) -> str:

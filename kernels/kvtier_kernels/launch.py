@@ -1,4 +1,4 @@
-"""Launches gather_scatter.cu through CuPy, on torch's memory and torch's current stream.
+"""Launches the kernels through CuPy, on torch's memory and torch's current stream.
 
 CuPy is imported at the first launch and compiles the source for the GPU at hand; it caches the
 result on disk. Signatures and errors are those of `kvtier_kernels`.
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kvtier_kernels.geometry import describe
+from kvtier_kernels.plans import Launch, Plan, plan_attention, plan_moves, plan_scoring, table
+from kvtier_kernels.scores import KeyScores
 
 # Few thread blocks: a swap must leave the multiprocessors to decoding, and a handful of them
 # already fills the link to the host.
@@ -23,17 +25,57 @@ def gather_blocks(
     layers_k: list[Tensor], layers_v: list[Tensor], pages: Tensor, out: Tensor
 ) -> None:
     """Queues the copy of each page of every layer's pools into one contiguous block record."""
-    _launch("gather_blocks", layers_k, layers_v, pages, out)
+    _copy("gather_blocks", layers_k, layers_v, pages, out)
 
 
 def scatter_blocks(
     layers_k: list[Tensor], layers_v: list[Tensor], pages: Tensor, records: Tensor
 ) -> None:
     """Queues the copy of contiguous block records back into pages of every layer's pools."""
-    _launch("scatter_blocks", layers_k, layers_v, pages, records)
+    _copy("scatter_blocks", layers_k, layers_v, pages, records)
 
 
-def _launch(
+def move_entries(pools: list[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Queues the move of rows of every pool to other slots."""
+    _run(plan_moves(pools, sources, targets))
+
+
+def paged_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    biases: Tensor | None,
+    entries: Tensor,
+    starts: Tensor,
+    longest: int,
+    groups: Tensor | None = None,
+    masses: Tensor | None = None,
+) -> Tensor:
+    """Queues the attention of each row of queries to its own entries."""
+    result = queries.new_empty(queries.shape)
+    _run(
+        plan_attention(
+            queries, keys, values, biases, entries, starts, longest, groups, masses, result
+        )
+    )
+    return result
+
+
+def score_keys(
+    keys: list[Tensor],
+    slots: Tensor,
+    queries: Tensor,
+    squared: bool = False,
+    values: list[Tensor] | None = None,
+) -> KeyScores:
+    """Queues the score pass of a step, and for the outputs the attention of each layer."""
+    plans, scores = plan_scoring(keys, slots, queries, squared, values)
+    for plan in plans:
+        _run(plan)
+    return scores
+
+
+def _copy(
     name: str, layers_k: list[Tensor], layers_v: list[Tensor], pages: Tensor, records: Tensor
 ) -> None:
     geometry = describe(layers_k, layers_v, pages, records)
@@ -41,20 +83,28 @@ def _launch(
         raise ValueError("records are in host memory that CUDA does not know: register it first")
     if geometry.segments == 0:
         return
+    description = table(geometry.words(), pages.device)
+    grid = (min(geometry.segments, GRID_BLOCKS_MAX), 1, 1)
+    launch = Launch(name, grid, THREADS_PER_BLOCK, (description.data_ptr(),))
+    _run(Plan("gather_scatter.cu", pages.device, (launch,), (description,)))
+
+
+def _run(plan: Plan) -> None:
+    if not plan.launches:
+        return
     import cupy
 
-    words = torch.tensor(geometry.words(), dtype=torch.int64, pin_memory=True)
-    description = words.to(pages.device, non_blocking=True)
-    stream = torch.cuda.current_stream(pages.device)
-    grid = (min(geometry.segments, GRID_BLOCKS_MAX),)
-    with cupy.cuda.Device(pages.device.index), cupy.cuda.ExternalStream(stream.cuda_stream):
-        argument = cupy.uint64(description.data_ptr())
-        _module().get_function(name)(grid, (THREADS_PER_BLOCK,), (argument,))
+    module = _module(plan.source)
+    stream = torch.cuda.current_stream(plan.device)
+    with cupy.cuda.Device(plan.device.index), cupy.cuda.ExternalStream(stream.cuda_stream):
+        for launch in plan.launches:
+            arguments = tuple(map(cupy.uint64, launch.arguments))
+            module.get_function(launch.kernel)(launch.grid, (launch.threads,), arguments)
 
 
 @cache
-def _module() -> Any:
+def _module(source: str) -> Any:
     import cupy
 
-    source = resources.files("kvtier_kernels").joinpath("gather_scatter.cu").read_text("utf-8")
-    return cupy.RawModule(code=source, options=("--std=c++17",))
+    code = resources.files("kvtier_kernels").joinpath(source).read_text("utf-8")
+    return cupy.RawModule(code=code, options=("--std=c++17",))

@@ -1,4 +1,4 @@
-"""Tables for people: rich on a terminal, plain columns elsewhere."""
+"""Tables and trees for people: rich on a terminal, plain text elsewhere."""
 
 import sys
 from collections.abc import Sequence
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 import click
 
 Row = Sequence[str]
+
+GUIDE_WIDTH = 4
+"""Columns by which each level of a tree is set in."""
 
 
 def size(count_bytes: int) -> str:
@@ -57,6 +60,22 @@ def _show_rich(columns: Row, rows: Sequence[Row], title: str) -> None:
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)
+
+
+def show_text_tree(title: str, lines: Sequence[tuple[int, str]]) -> None:
+    """Print a tree; each line hangs on the last one before it that is less deep."""
+    from rich.console import Console
+    from rich.text import Text
+    from rich.tree import Tree
+
+    path = [Tree(Text(title))]
+    for depth, line in lines:
+        del path[depth + 1 :]
+        path.append(path[-1].add(Text(line)))
+    deepest = max((depth for depth, _ in lines), default=0)
+    longest = max(len(line) for line in (title, *(line for _, line in lines)))
+    width = None if sys.stdout.isatty() else longest + GUIDE_WIDTH * (deepest + 1)
+    Console(width=width).print(path[0])
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kvtierd.ctl.output import duration, show_table, size
+from kvtierd.ctl.output import duration, show_table, show_text_tree, size
 
 Report = Mapping[str, Any]
 
@@ -134,29 +134,42 @@ def show_clients(report: Report) -> None:
 def show_tree(report: Report) -> None:
     """The nodes of a session, each below its parent, and below each what of it is folded."""
     name = f" ({report['name']})" if report["name"] else ""
-    columns = (
-        "node", "from token", "pages", "tokens", "dram blocks", "nvme blocks", "lost", "shared",
-        "own", "entries", "kept", "ended",
-    )  # fmt: skip
-    rows = []
-    for depth, n in _walk(report["nodes"]):
-        rows.append([
-            "  " * depth + str(n["node"]), str(n["fork_tokens"]), str(n["pages"]),
-            str(n["tokens"]), str(n["dram_blocks"]), str(n["nvme_blocks"]), str(n["lost_blocks"]),
-            size(n["shared_bytes"]), size(n["exclusive_bytes"]), "-",
-            _RETENTIONS.get(n["retention"], str(n["retention"])), "yes" if n["ended"] else "",
-        ])  # fmt: skip
-        for fold in n["folds"]:
-            pages = f"folded {fold['first']}..{fold['first'] + fold['pages'] - 1}"
-            rows.append([
-                "  " * (depth + 1) + pages, "-", str(fold["pages"]), "-",
-                str(fold["dram_blocks"]), str(fold["nvme_blocks"]), str(fold["lost_blocks"]), "-",
-                "-", str(fold["kept_entries"]), _grace(fold["grace_left_s"]), "",
-            ])  # fmt: skip
-    show_table(columns, rows, f"session {report['session']}{name}")
+    lines = []
+    for depth, node in _walk(report["nodes"]):
+        lines.append((depth, _about_node(node)))
+        lines += [(depth + 1, _about_fold(fold)) for fold in node["folds"]]
     for what in ("nodes", "folds"):
         if report[f"{what}_left_out"]:
-            click.echo(f"and {report[f'{what}_left_out']} {what} more")
+            lines.append((0, f"and {report[f'{what}_left_out']} {what} more"))
+    show_text_tree(f"session {report['session']}{name}", lines)
+
+
+def _about_node(node: Report) -> str:
+    where = "" if node["parent"] == _NO_NODE else f" from token {node['fork_tokens']}"
+    state = _RETENTIONS.get(node["retention"], str(node["retention"]))
+    parts = (
+        f"node {node['node']}{where}: {state}{', ended' if node['ended'] else ''}",
+        f"{node['tokens']} tokens in {node['pages']} pages",
+        _tiers_of(node),
+        f"{size(node['exclusive_bytes'])} own, {size(node['shared_bytes'])} shared",
+    )
+    return " · ".join(parts)
+
+
+def _about_fold(fold: Report) -> str:
+    last = fold["first"] + fold["pages"] - 1
+    parts = (
+        f"pages {fold['first']}..{last} folded to {fold['kept_entries']} entries: "
+        + _grace(fold["grace_left_s"]),
+        _tiers_of(fold),
+    )
+    return " · ".join(parts)
+
+
+def _tiers_of(part: Report) -> str:
+    """How many blocks are where."""
+    lost = f", {part['lost_blocks']} lost" if part["lost_blocks"] else ""
+    return f"blocks: {part['dram_blocks']} dram, {part['nvme_blocks']} nvme{lost}"
 
 
 def _grace(left_s: float | None) -> str:

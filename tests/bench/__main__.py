@@ -17,6 +17,14 @@ from kvtierd.bench.plan import GIB, Plan
 from kvtierd.bench.suite import Benchmark
 from tests.bench import scale, spill_raw, starts
 
+
+def cot(plan: Plan) -> list[Figure]:
+    """Reasoning sessions, folded and not; torch is loaded by those only who run this."""
+    from tests.bench.cot import measure
+
+    return measure(plan)
+
+
 BUILD: Final = Path(__file__).parents[2] / "build"
 RESULTS: Final = BUILD / "bench.json"
 PLOT: Final = BUILD / "bench.png"
@@ -26,6 +34,7 @@ BENCHMARKS: Final = {
     **suite.BENCHMARKS,
     "nvme.raw": Benchmark(spill_raw.measure, GIB, 2 * GIB),
     "scale": Benchmark(scale.measure, 12 * GIB, 4 * GIB),
+    "cot": Benchmark(cot, 2 * GIB, 4 * GIB),
 }
 
 

@@ -1,6 +1,5 @@
 """Builds the kernels for the tests: by nvcc, and by g++ on the emulated launch grid."""
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvtier_kernels
+from tests.kernels.emulation import Emulator
 
 HERE = Path(__file__).parent
 SOURCES = Path(kvtier_kernels.__file__).parent
@@ -36,16 +36,12 @@ def nvcc() -> str:
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """gather_scatter.cu built for the CPU; undefined behaviour, misalignment included, aborts."""
-    library = tmp_path_factory.mktemp("emulated") / "gather_scatter.so"
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """The kernels built for the CPU; undefined behaviour, misalignment included, aborts."""
+    library = tmp_path_factory.mktemp("emulated") / "kernels.so"
     checks = ["-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
-    source = str(HERE / "gather_scatter_emulated.cpp")
+    checks.append("-Wno-unknown-pragmas")  # nvcc's
+    source = str(HERE / "emulated.cpp")
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", *checks, f"-I{SOURCES}", source]
     build([*command, "-o", str(library)])
-    loaded = ctypes.CDLL(str(library))
-    for name in ("emulate_gather", "emulate_scatter"):
-        function = getattr(loaded, name)
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        function.restype = ctypes.c_bool
-    return loaded
+    return Emulator(library)

@@ -1,7 +1,5 @@
 """gather_scatter.cu, run on the emulated grid, moves exactly the bytes that the reference moves."""
 
-import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +8,8 @@ from torch import Tensor
 
 import kvtier_kernels
 from kvtier_kernels.geometry import describe
+from kvtier_kernels.plans import Launch
+from tests.kernels.emulation import Emulator, Outcome
 
 GUARD_BYTES = 64
 GRIDS = [(1, 1), (1, 32), (3, 7), (16, 256)]
@@ -95,20 +95,23 @@ def make_case(source: Shape, seed: int) -> Case:
     return Case(views[0:-1:2], views[1:-1:2], pages, views[-1], [buffer for _, buffer in made])
 
 
-def emulate(function: Callable[..., bool], case: Case, grid: tuple[int, int]) -> bool:
+def emulate(emulator: Emulator, direction: str, case: Case, grid: tuple[int, int]) -> Outcome:
     geometry = describe(case.layers_k, case.layers_v, case.pages, case.records)
     words = torch.tensor(geometry.words(), dtype=torch.int64)
-    return function(words.data_ptr(), *grid)
+    blocks, threads = grid
+    return emulator.launch(
+        Launch(f"{direction}_blocks", (blocks, 1, 1), threads, (words.data_ptr(),))
+    )
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
 def test_kernel_moves_what_the_reference_moves(
-    direction: str, name: str, grid: tuple[int, int], emulated: ctypes.CDLL
+    direction: str, name: str, grid: tuple[int, int], emulator: Emulator
 ) -> None:
     kernel, reference = make_case(SHAPES[name], seed=1), make_case(SHAPES[name], seed=1)
-    assert emulate(getattr(emulated, f"emulate_{direction}"), kernel, grid)
+    assert emulate(emulator, direction, kernel, grid) is Outcome.DONE
     copy = getattr(kvtier_kernels, f"{direction}_blocks")
     copy(reference.layers_k, reference.layers_v, reference.pages, reference.records)
     untouched = make_case(SHAPES[name], seed=1)
@@ -132,29 +135,29 @@ def test_scatter_brings_back_what_gather_took(name: str) -> None:
 
 @pytest.mark.parametrize("page", [-1, 9, 2**62])
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
-def test_a_page_outside_the_pool_traps(direction: str, page: int, emulated: ctypes.CDLL) -> None:
+def test_a_page_outside_the_pool_traps(direction: str, page: int, emulator: Emulator) -> None:
     case = make_case(SHAPES["whole pages"], seed=3)
     case.pages[0] = page
-    assert not emulate(getattr(emulated, f"emulate_{direction}"), case, (1, 1))
+    assert emulate(emulator, direction, case, (1, 1)) is Outcome.TRAPPED
 
 
-def test_no_records_move_nothing(emulated: ctypes.CDLL) -> None:
+def test_no_records_move_nothing(emulator: Emulator) -> None:
     case = make_case(SHAPES["whole pages"], seed=4)
     before = [buffer.clone() for buffer in case.buffers]
     empty = Case(case.layers_k, case.layers_v, case.pages[:0], case.records[:0], case.buffers)
-    assert emulate(emulated.emulate_gather, empty, (4, 32))
+    assert emulate(emulator, "gather", empty, (4, 32)) is Outcome.DONE
     kvtier_kernels.gather_blocks(empty.layers_k, empty.layers_v, empty.pages, empty.records)
     for now, then in zip(case.buffers, before, strict=True):
         assert torch.equal(now, then)
 
 
-def test_pools_may_be_larger_than_32_bits_count(emulated: ctypes.CDLL) -> None:
+def test_pools_may_be_larger_than_32_bits_count(emulator: Emulator) -> None:
     sparse = torch.empty(2**32 + 4096, dtype=torch.uint8)  # memory is taken only where touched
     pools = [torch.as_strided(sparse[shift:], (3, 1, 2, 8), (2**31, 1, 8, 1)) for shift in (0, 64)]
     generator = torch.Generator().manual_seed(7)
     records = random_bytes(3 * 2 * 16, generator).view(3, 1, 2, 1, 2, 8)
     case = Case(pools[:1], pools[1:], torch.tensor([2, 0, 1]), records, [])
-    assert emulate(emulated.emulate_scatter, case, (2, 4))
+    assert emulate(emulator, "scatter", case, (2, 4)) is Outcome.DONE
     for pool, part in zip(pools, (0, 1), strict=True):
         assert torch.equal(pool[case.pages], records[:, 0, part])
 

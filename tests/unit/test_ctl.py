@@ -269,34 +269,57 @@ def test_sessions_are_those_of_the_tenant_asked_for_the_longest_idle_last(daemon
 def test_a_tree_shows_every_node_below_its_parent(daemon: Daemon) -> None:
     lines = ask(daemon, "tree", "proof").stdout.splitlines()
     assert lines[0] == "session 00000000000000ff (proof)"
-    nodes = [line for line in lines[2:-1] if "folded" not in line]
-    assert [line.split("  ")[0] or line[:5].rstrip() for line in nodes] == [
-        "0", "  5", "    7"[:5], "  3",
+    nodes = [line for line in lines if "node" in line]
+    assert [line.partition(":")[0] for line in nodes] == [
+        "├── node 0",
+        "│   ├── node 5 from token 32",
+        "│   │   └── node 7 from token 96",
+        "│   └── node 3 from token 64",
+    ]
+    assert [line.partition(": ")[2].partition(" ·")[0] for line in nodes] == [
+        "held, ended", "held", "cached", "held",
     ]  # fmt: skip
-    assert "cached" in nodes[2]
-    assert "1.0 MiB  1.5 MiB" in nodes[0]
+    for line in nodes:
+        assert line.endswith(
+            "44 tokens in 3 pages · blocks: 2 dram, 1 nvme · 1.5 MiB own, 1.0 MiB shared"
+        )
 
 
 def test_a_tree_shows_what_of_each_node_is_folded_and_for_how_long_it_is_kept(
     daemon: Daemon,
 ) -> None:
     lines = ask(daemon, "tree", "proof").stdout.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("  5"))
-    folded = [line.split() for line in lines[at + 1 : at + 4]]
-    assert [words[:2] for words in folded] == [
-        ["folded", "0..15"], ["folded", "16..31"], ["folded", "32..47"],
-    ]  # fmt: skip
-    assert [" ".join(words[10:]) for words in folded] == [
-        "4 held",
-        "4 held 3m 20s more",
-        "4 cached",
+    at = next(i for i, line in enumerate(lines) if "node 5" in line)
+    assert [line.partition("─ ")[2] for line in lines[at + 1 : at + 4]] == [
+        "pages 0..15 folded to 4 entries: held · blocks: 9 dram, 7 nvme",
+        "pages 16..31 folded to 4 entries: held 3m 20s more · blocks: 9 dram, 7 nvme",
+        "pages 32..47 folded to 4 entries: cached · blocks: 9 dram, 7 nvme",
     ]
-    assert lines[-1] == "and 12 folds more"
+    assert all(line.startswith("│   │   ├") for line in lines[at + 1 : at + 4])
+    assert lines[-1] == "└── and 12 folds more"
+
+
+def test_a_tree_says_what_is_lost(daemon: Daemon) -> None:
+    daemon.reports[admin_wire.Tree] = TREE | {
+        "nodes": [node(0, wire.NO_NODE, 0) | {"lost_blocks": 3}], "folds_left_out": 0,
+    }  # fmt: skip
+    lines = ask(daemon, "tree", "proof").stdout.splitlines()
+    assert len(lines) == 2 and "blocks: 2 dram, 1 nvme, 3 lost" in lines[1]
 
 
 def test_a_tree_whose_root_is_missing_is_shown_all_the_same(daemon: Daemon) -> None:
     daemon.reports[admin_wire.Tree] = TREE | {"nodes": [node(7, 5, 96), node(3, 0, 64)]}
-    assert len(ask(daemon, "tree", "proof").stdout.splitlines()) == 5
+    assert len(ask(daemon, "tree", "proof").stdout.splitlines()) == 4
+
+
+def test_a_deep_tree_is_shown_to_its_leaf(daemon: Daemon) -> None:
+    chain = [node(0, wire.NO_NODE, 0), *(node(i, i - 1, 8 * i) for i in range(1, 500))]
+    daemon.reports[admin_wire.Tree] = TREE | {
+        "nodes": [each | {"folds": []} for each in chain], "folds_left_out": 0,
+    }  # fmt: skip
+    lines = ask(daemon, "tree", "proof").stdout.splitlines()
+    assert len(lines) == 501
+    assert "node 499 from token 3992" in lines[-1] and lines[-1].endswith("shared")
 
 
 def test_a_terminal_gets_the_same_numbers(daemon: Daemon) -> None:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ["kvtierd", "client", "kernels", "configs", "systemd", "tests", "docs", ".ci"]
 ROOT_FILES = ["pyproject.toml", "constraints.txt", "Makefile"]
 GENERATED = {"__pycache__", "build"}
+BINARY = {".png", ".safetensors"}
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 500
 LEFTOVER = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
@@ -24,7 +25,7 @@ def text_files() -> Iterator[Path]:
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*"):
             relative = path.relative_to(ROOT)
-            if path.is_file() and path.suffix != ".png" and not GENERATED & set(relative.parts):
+            if path.is_file() and path.suffix not in BINARY and not GENERATED & set(relative.parts):
                 yield path
 
 

@@ -102,6 +102,45 @@ def test_a_session_suspended_by_one_command_is_finished_by_the_next(
     assert len(rest.stdout) > 1
 
 
+def test_a_budget_brings_an_answer_to_its_end(model: str) -> None:
+    asked = ["--model", model, "--prompt", "Why?", "--tokens", "80"]
+    free = worker("generate", *asked)
+    done = worker("generate", *asked, "--budget-tokens", "20", "--effort", "medium")
+    assert done.exit_code == 0, done.output
+    assert free.stderr == "" and done.stderr.startswith("landed after 10 tokens: token_budget")
+    thought, answer = done.stdout.split("\u010a\u010aThe\u0120answer\u0120is:", 1)
+    assert free.stdout.startswith(thought) and len(answer) > 1
+    short = worker("generate", *asked, "--effort", "low", "--landing", "So:")
+    assert short.exit_code == 0 and "So:" in short.stdout
+
+
+def test_a_budget_goes_with_the_session(model: str, daemon: OwnDaemon) -> None:
+    asked = ["--model", model, "--prompt", "Why?", "--tokens", "80", "--budget-tokens", "30"]
+    whole = worker("generate", *asked).stdout.rstrip("\n")
+    first = worker("generate", *asked, "--daemon", daemon.socket_path, "--suspend-after", "23")
+    begun, token = first.stdout.rstrip("\n").rsplit("\ntoken: ", 1)
+    rest = worker("resume", "--model", model, "--token", token, "--daemon", daemon.socket_path)
+    assert rest.exit_code == 0, rest.output
+    assert begun + rest.stdout.rstrip("\n") == whole
+    assert rest.stderr.startswith("landed after 30 tokens: token_budget")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        (["--effort", "extreme"], 2, "'extreme' is not one of"),
+        (["--budget-tokens", "0"], 2, "x>=1"),
+        (["--budget-tokens", "9", "--tokens", "9"], 1, "the landing alone takes"),
+        (["--effort", "low", "--landing", ""], 1, "the control sequence is empty"),
+    ],
+)
+def test_budgets_under_which_nothing_can_be_said_are_refused(
+    model: str, options: list[str], code: int, told: str
+) -> None:
+    done = worker("generate", "--model", model, "--prompt", "Why?", *options)
+    assert done.exit_code == code and told in done.stderr
+
+
 def test_errors_are_told_in_one_line(model: str, daemon: OwnDaemon, tmp_path: Path) -> None:
     missing = worker("generate", "--model", str(tmp_path), "--prompt", "Why?")
     assert missing.exit_code == 1

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvtier_worker.model import Llama
 from kvtier_worker.pool import PagedPool
-from kvtier_worker.tile import TILE_ROWS, Row
-from tests.worker.tiny import BLOCK_TOKENS, forward, slots_of, tiny_model, tiny_pool
+from kvtier_worker.tile import Row
+from tests.worker.tiny import BLOCK_TOKENS, TILE_ROWS, forward, slots_of, tiny_model, tiny_pool
 
 LENGTH = 150
 PAGES = -(-LENGTH // BLOCK_TOKENS)

@@ -14,7 +14,7 @@ from kvtier_worker.errors import UnsupportedModel
 from kvtier_worker.gguf_file import read_gguf
 from kvtier_worker.load import load_model, read_config, take_name
 from kvtier_worker.model import Llama
-from kvtier_worker.tile import TILE_ROWS, Row
+from kvtier_worker.tile import Row
 from tests.worker.tiny import (
     CPU,
     HF_CONFIG,
@@ -44,8 +44,9 @@ def logits_of(model: Llama, tokens: list[int]) -> Tensor:
     pool = tiny_pool(model, 8)
     pages = pool.take(8)
     parts = []
-    for start in range(0, len(tokens), TILE_ROWS):
-        part = range(start, min(start + TILE_ROWS, len(tokens)))
+    rows_max = model.config.tile_rows
+    for start in range(0, len(tokens), rows_max):
+        part = range(start, min(start + rows_max, len(tokens)))
         rows = [Row(tokens[i], i, slots_of(pages, i + 1)) for i in part]
         parts.append(forward(model, pool, rows)[: len(part)])
     return torch.cat(parts)

@@ -1,5 +1,6 @@
 """Pages come and go without being shared, and a block record is exactly a page's KV."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,12 +54,22 @@ def test_blocks_leave_and_come_back_to_other_pages_bit_by_bit(tiny: Llama) -> No
     assert torch.equal(again, records)
 
 
+def test_entries_move_with_their_biases_to_slots_that_are_sources_too() -> None:
+    shape = BlockShape(layers=2, block_tokens=8, kv_heads=2, head_dim=8)
+    pool = PagedPool(shape, 5 * (shape.block_bytes + shape.bias_bytes), CPU, biased=True)
+    layers = (*pool.k_pages, *pool.v_pages, *pool.bias_pages)
+    assert len(pool.bias_pages) == pool.shape.layers
+    for tensor in layers:
+        tensor.normal_()
+    before = [tensor.flatten(0, 1).clone() for tensor in layers]
+    sources, targets = np.array([5, 6, 7, 20]), np.array([4, 5, 6, 7])
+    pool.move_entries(sources, targets)
+    for tensor, old in zip(layers, before, strict=True):
+        old[targets] = old[sources]
+        assert torch.equal(tensor.flatten(0, 1), old)
+
+
 def test_a_budget_that_holds_no_page_is_refused() -> None:
     shape = BlockShape(layers=2, block_tokens=16, kv_heads=2, head_dim=8)
     with pytest.raises(PoolTooSmall, match="raise the budget"):
         PagedPool(shape, 2 * shape.block_bytes - 1, CPU)
-
-
-def test_a_block_size_that_does_not_fit_the_attention_chunk_is_refused() -> None:
-    with pytest.raises(PoolTooSmall, match="must divide 64"):
-        PagedPool(BlockShape(2, 24, 2, 8), 1 << 20, CPU)

@@ -22,7 +22,7 @@ from tests.worker.test_swap import ROOMY, SHAPE, WAIT_S, fill_up, step_until
 from tests.worker.tiny import tiny_engine, tiny_pool
 
 ROOM: Final = 200
-TIGHT: Final = 10
+TIGHT: Final = 14
 
 
 @pytest.fixture(scope="module")

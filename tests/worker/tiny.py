@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvtier_worker.engine import Engine, block_shape
 from kvtier_worker.folding import FoldPolicy
-from kvtier_worker.model import Llama, ModelConfig
+from kvtier_worker.governor import GovernPolicy
+from kvtier_worker.model import SMALL_TILE_ROWS, Llama, ModelConfig
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.sampler import Sampling
 from kvtier_worker.scheduler import Limits
@@ -21,6 +22,7 @@ from kvtier_worker.tile import Row, Slots, build_tile
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
+TILE_ROWS = SMALL_TILE_ROWS
 HF_CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -33,6 +35,7 @@ HF_CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "max_position_embeddings": 2048,
+    "fold_trained_keep": 1,
 }
 
 
@@ -82,6 +85,7 @@ def tiny_model(seed: int = 0) -> Llama:
         rms_eps=c["rms_norm_eps"],
         rope_theta=c["rope_theta"],
         max_positions=c["max_position_embeddings"],
+        fold_trained_keep=c["fold_trained_keep"],
     )
     return Llama(config, tiny_weights(seed), CPU)
 
@@ -111,8 +115,8 @@ def slots_of(pages: list[int], entries: int) -> Slots:
 
 
 def forward(model: Llama, pool: PagedPool, rows: list[Row]) -> Tensor:
-    """The logits of one tile. Shapes: [TILE_ROWS, vocab]."""
-    tile = build_tile(rows, pool.shape.kv_heads, pool.scratch_slot, CPU)
+    """The logits of one tile. Shapes: [model.config.tile_rows, vocab]."""
+    tile = build_tile(rows, model.config.tile_rows, pool.scratch_slot, CPU)
     return model.logits(model.forward(tile, pool.kv))
 
 
@@ -122,10 +126,11 @@ def tiny_engine(
     store: KvStore | None = None,
     limits: Limits | None = None,
     folding: FoldPolicy | None = None,
+    governing: GovernPolicy | None = None,
 ) -> Engine:
     """An engine on a pool of so many pages, which recomputes unless it is given a store."""
     pool = tiny_pool(model, pages)
-    return Engine(model, pool, store or RecomputeStore(), limits or Limits(), folding)
+    return Engine(model, pool, store or RecomputeStore(), limits or Limits(), folding, governing)
 
 
 def random_prompts(count: int, seed: int = 0) -> list[list[int]]:

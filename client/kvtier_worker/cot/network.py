@@ -149,6 +149,7 @@ def hugging_face_config(c: ModelConfig, end_token: int) -> dict[str, Any]:
         "max_position_embeddings": c.max_positions,
         "tie_word_embeddings": True,
         "eos_token_id": end_token,
+        "fold_trained_keep": c.fold_trained_keep,
         "dtype": "float32",
     }
 

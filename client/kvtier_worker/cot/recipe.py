@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier_worker.cot.lesson import POSITIONS
+from kvtier_worker.cot.lesson import POSITIONS, Fold
 from kvtier_worker.cot.task import ROW_TOKENS, SESSION_4K, Size
 from kvtier_worker.cot.vocabulary import NOTE_ROW, STEPS_MAX, VOCABULARY
 from kvtier_worker.model import ModelConfig
@@ -29,6 +29,7 @@ SHIPPED: Final = ModelConfig(
     rms_eps=1e-5,
     rope_theta=ROPE_THETA,
     max_positions=POSITIONS,
+    fold_trained_keep=Fold.LAST_2.value,
 )
 
 
