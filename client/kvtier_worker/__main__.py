@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS: Final = 16
 SWAP_WAIT_S: Final = 30.0
-THOUGHTS: Final = 32
+THOUGHTS: Final = 20
 QUESTIONS: Final = 16
 STRATEGIES: Final = ("vote", "best-of-n", "beam", "mcts")
 LANDING: Final = "\n\nThe answer is:"

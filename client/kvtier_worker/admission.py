@@ -53,7 +53,7 @@ class Admission:
             return True
         share = pages / sequences / self._pool.pages
         turn = self._last_step + lengths.mean_tokens * share
-        if turn > step:
+        if turn > step and sequences > 1:
             return False
         self._last_step = max(turn, step - 1)
         return True

@@ -4,9 +4,8 @@ The first in rank is never preempted for another, and the pool holds the longest
 somebody always gets to the end. A sequence enters with the pages for all its tokens at once, and
 only if those that run are expected to find theirs for a while (see `admission.py`): nobody is let
 into a state in which all wait for each other. To let one that finds no page wait in the pool, in
-place of preempting the last in rank, was tried: a fifth fewer tokens were computed per step, as
-those that waited kept their pages. What is due to a sequence's steps happens here, between two of
-its tokens.
+place of preempting the last in rank, was tried: fewer tokens were computed per step, as those that
+waited kept their pages. What is due to a sequence's steps happens here, between two of its tokens.
 """
 
 from bisect import insort

@@ -6,7 +6,6 @@ from rich.table import Table
 
 from kvtier_worker.cot.demo import ThoughtReport, ThoughtRun
 from kvtier_worker.cot.evaluate import Results
-from kvtier_worker.cot.paired import POINTS
 from kvtier_worker.demo import DemoReport
 from kvtier_worker.metrics import RunFigures
 
@@ -48,31 +47,29 @@ _SWAP_ROWS: dict[str, Callable[[DemoReport], str]] = {
 
 
 _THOUGHT_ROWS: dict[str, Callable[[ThoughtRun], str]] = {
-    "sessions that run, mean": lambda r: f"{r.figures.mean_running:.2f}",
-    "sessions that run, peak": lambda r: str(r.figures.peak_running),
+    "sessions running, mean": lambda r: f"{r.figures.mean_running:.2f}",
+    "sessions running, peak": lambda r: str(r.figures.peak_running),
     "tokens/s": lambda r: f"{r.figures.tokens_per_s:.0f}",
     "wall time, s": lambda r: f"{r.figures.wall_s:.1f}",
     "TPOT p50 / p99, ms": lambda r: f"{r.figures.tpot_p50_ms:.0f} / {r.figures.tpot_p99_ms:.0f}",
-    "answers right": lambda r: f"{_share(r.score.right, r.score.problems)}",
-    "… of questions about a step's inside": lambda r: _share(
-        r.score.internals_right, r.score.internals
-    ),
+    "answers right": lambda r: f"{r.score.right} of {r.score.problems}",
+    "… about a step's inside": lambda r: f"{r.score.internals_right} of {r.score.internals}",
     "preemptions": lambda r: str(r.figures.preemptions),
     "recomputed tokens": lambda r: str(r.figures.recomputed_tokens),
     "folds / unfolds": lambda r: f"{r.figures.folding.folds} / {r.figures.folding.unfolds}",
-    "folding, share of the time": lambda r: f"{r.figures.folding.seconds / r.figures.wall_s:.1%}",
+    "time spent on folding": lambda r: f"{r.figures.folding.seconds / r.figures.wall_s:.1%}",
     "peak KV in pool, MiB": lambda r: f"{r.figures.peak_pool_bytes / MIB:.1f}",
-    "peak KV per session, MiB": lambda r: f"{r.figures.peak_request_bytes / MIB:.2f}",
-    "peak in dram / nvme, MiB": lambda r: (
+    "… of one session, MiB": lambda r: f"{r.figures.peak_request_bytes / MIB:.2f}",
+    "… in dram / nvme, MiB": lambda r: (
         f"{r.tiers.dram_peak_bytes / MIB:.1f} / {r.tiers.nvme_peak_bytes / MIB:.1f}"
     ),
-    "to the daemon / back, MiB": lambda r: (
+    "to daemon / back, MiB": lambda r: (
         f"{r.figures.swap.out_bytes / MIB:.1f} / {r.figures.swap.in_bytes / MIB:.1f}"
     ),
-    "spilled to / back from nvme, MiB": lambda r: (
+    "to nvme / back, MiB": lambda r: (
         f"{r.tiers.spilled_bytes / MIB:.1f} / {r.tiers.restored_bytes / MIB:.1f}"
     ),
-    "block hashes compared / wrong": lambda r: (
+    "hashes compared / wrong": lambda r: (
         f"{r.figures.swap.hashes_checked} / {r.figures.swap.hashes_wrong}"
     ),
 }
@@ -87,7 +84,7 @@ def thought_table(report: ThoughtReport) -> Table:
         caption="The mean counts sessions that compute, over the time in which others wait."
         f" Folded, at most {report.bound_x:.1f} times as many have room.",
     )
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for policy in report.runs:
         table.add_column(policy, justify="right")
     for name, value in _THOUGHT_ROWS.items():
@@ -152,10 +149,6 @@ def result_table(report: DemoReport) -> Table:
         *("yes" if report.outputs_equal[policy] else "NO" for policy in report.policies),
     )
     return table
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part} of {whole} ({POINTS * part / max(1, whole):.0f} %)"
 
 
 def _swap(report: DemoReport) -> RunFigures:

@@ -30,7 +30,7 @@ from kvtier_worker.cot.shipped import shipped_model_path
 from kvtier_worker.cot.task import SESSION_1K, SESSION_4K, sample_problem
 from kvtier_worker.daemon import OwnDaemon, sizes_for
 from kvtier_worker.load import load_model
-from kvtier_worker.metrics import RunFigures
+from kvtier_worker.metrics import TICK_S, RunFigures
 from kvtierd.bench.figures import Figure, middle, table
 from kvtierd.bench.plan import Plan
 
@@ -54,7 +54,7 @@ class Turn:
     @property
     def tokens_per_s(self) -> float:
         """Generated tokens, not those computed again."""
-        return self.tokens / self.seconds
+        return self.tokens / max(self.seconds, TICK_S)
 
 
 def measure(plan: Plan, sessions: int = SESSIONS, rounds: int = ROUNDS) -> list[Figure]:

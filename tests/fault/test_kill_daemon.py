@@ -1,6 +1,5 @@
 """kill -9 of the daemon at chosen moments: what was acknowledged is there after the restart."""
 
-
 import pytest
 
 from kvtierd.ctl.check import check_files

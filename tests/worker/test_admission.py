@@ -48,7 +48,7 @@ def drive(engine: Engine, step_tokens: Iterator[int]) -> Iterator[int]:
     ends: dict[int, int] = {}
     while scheduler.running or scheduler.waiting:
         chunks = scheduler.plan()
-        assert engine.pool.free_pages >= 0
+        assert chunks, "a step in which nobody gets on"
         grown = 0
         for chunk in chunks:
             sequence = chunk.sequence
@@ -62,6 +62,10 @@ def drive(engine: Engine, step_tokens: Iterator[int]) -> Iterator[int]:
             scheduler.complete(chunk, END if at == end else PLAIN)
             grown += 1
         yield grown
+
+
+def taken_pages(engine: Engine) -> int:
+    return sum(len(sequence.pages) for sequence in engine.scheduler.running)
 
 
 def always(tokens: int) -> Iterator[int]:
@@ -84,23 +88,21 @@ def test_somebody_always_gets_on_and_everybody_to_the_end(
     random = Random(seed)
     sequences = [submit(engine, random.randint(5, 120)) for _ in range(12)]
     for _ in drive(engine, drawn(seed, 3, 40)):
-        waited = engine.scheduler.waiting
-        assert engine.scheduler.running or not waited
+        assert engine.pool.free_pages + taken_pages(engine) == engine.pool.pages
     assert all(s.state is State.FINISHED and s.failure is None for s in sequences)
     assert engine.pool.free_pages == engine.pool.pages
 
 
 def test_nobody_starves_while_others_keep_coming() -> None:
     engine = engine_of(12, fold=False)
-    first = submit(engine, 150)
+    early = [submit(engine, 150) for _ in range(6)]
     steps = drive(engine, always(10))
-    for step in range(400):
+    for step in range(1500):
         if step % 4 == 0:
             submit(engine, 60)
         next(steps)
-        if first.state is State.FINISHED:
-            break
-    assert first.state is State.FINISHED
+    assert all(sequence.state is State.FINISHED for sequence in early)
+    assert engine.scheduler.waiting
 
 
 def test_what_a_sequence_has_generated_counts_like_an_earlier_arrival() -> None:
@@ -127,19 +129,19 @@ def test_folding_lets_several_times_as_many_run_in_the_same_pool() -> None:
     pages, new_tokens = 130, 1024
     whole = running_on_average(False, pages, 8, new_tokens)
     folded = running_on_average(True, pages, 48, new_tokens)
-    assert folded >= 5 * whole
+    assert folded >= 7 * whole
 
 
-@pytest.mark.parametrize("longest", [64, 96])
-def test_the_predicted_peak_is_seldom_passed_and_little_is_left_unused(longest: int) -> None:
-    engine = engine_of(130, longest)
-    sequences = [submit(engine, 1024) for _ in range(60)]
+def test_the_predicted_peak_is_seldom_passed_and_little_is_left_unused() -> None:
+    engine = engine_of(130, longest_step_tokens=96)
+    sequences = [submit(engine, 512) for _ in range(50)]
     shares = [
         1 - engine.pool.free_pages / engine.pool.pages
-        for _ in drive(engine, drawn(7, 32, longest))
+        for _ in drive(engine, drawn(7, 32, 96))
         if engine.scheduler.waiting
     ]
-    assert sum(shares) / len(shares) > 0.8
+    settled = shares[2 * 96 :]  # they enter over the length of a step
+    assert sum(settled) / len(settled) > 0.8
     assert engine.scheduler.counters.preemptions < len(sequences)
 
 

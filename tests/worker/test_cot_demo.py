@@ -15,7 +15,7 @@ from kvtier_worker.cot.shipped import shipped_model_path
 from kvtier_worker.cot.task import SESSION_1K, SESSION_4K
 from kvtier_worker.metrics import Clock
 
-SESSIONS = 12
+SESSIONS = 8
 SLOWER = "folded steps made it slower"
 
 pytestmark = pytest.mark.timeout(600)
@@ -29,7 +29,7 @@ def worker(*arguments: str) -> Result:
 def report(tmp_path_factory: pytest.TempPathFactory) -> ThoughtReport:
     out = tmp_path_factory.mktemp("out") / "run.json"
     done = worker("demo", "--sessions", str(SESSIONS), "--out", str(out))
-    assert "questions about a step's inside" in done.output or "inside" in done.output, done.output
+    assert "about a step's inside" in done.output, done.output
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert done.exit_code == (1 if json.loads(out.read_text())["failures"] else 0), done.output
     return msgspec.json.decode(out.read_bytes(), type=ThoughtReport)
@@ -43,10 +43,10 @@ def test_it_shows_what_it_promises(report: ThoughtReport) -> None:
     assert len({run.figures.pool_bytes for run in report.runs.values()}) == 1
 
 
-def test_full_kv_is_recomputed_and_nothing_else(report: ThoughtReport) -> None:
+def test_what_a_daemon_keeps_is_never_recomputed(report: ThoughtReport) -> None:
     recomputed = {policy: run.figures.recomputed_tokens for policy, run in report.runs.items()}
-    assert recomputed.pop(Policy.FULL) > 0
-    assert set(recomputed.values()) == {0}
+    assert recomputed[Policy.FULL] > 0
+    assert recomputed[Policy.SWAP] == recomputed[Policy.UNFOLD] == 0
 
 
 def test_answers_need_the_steps_that_they_are_about(report: ThoughtReport) -> None:
