@@ -28,13 +28,7 @@ from kvtierd.health import Health
 from kvtierd.mover import Mover
 from kvtierd.operator import Operator
 from kvtierd.oplog import op_of
-from kvtierd.server import (
-    Credentials,
-    Listener,
-    ProcessWatch,
-    open_pidfd,
-    process_start_time,
-)
+from kvtierd.server import Credentials, Listener, ProcessWatch, open_pidfd, process_start_time
 from kvtierd.start import Parts, core_limits, kept_fds, tenants_of_uids
 from kvtierd.tiers.holder import KeeperError, open_keeper
 from kvtierd.tiers.records import ClientRecord, SlabEntry
@@ -82,6 +76,7 @@ class Daemon:
         self._do: dict[type, Callable[[Any], None]] = {
             act.Note: self._note,
             act.Send: self._send,
+            act.HangUp: lambda action: action.peer.conn.close(),
             act.AssignSlab: self._assign_slab,
             act.RecordMember: self._record_member,
             act.LoadBlob: self._load_blob,

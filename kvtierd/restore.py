@@ -237,6 +237,7 @@ class Restore:
             self._adopt(pool, *claimed)
             self.recovery.settle()
             self._clear_bad()
+            tenant.back_what_is_there()
 
         self.state.unclaimed[tenant.number, fingerprint] = adopt
 

@@ -429,6 +429,9 @@ def close(core: Core, timeout_s: float) -> Op[None]:
     commits = any(isinstance(one.request, wire.Commit | wire.CommitKeys) for one in waiting)
     yield from flush(core, timeout_s if commits else GIVE_BACK_TIMEOUT_S)
     yield from ping(core, GIVE_BACK_TIMEOUT_S)
+    deadline_s = core.now_s() + GIVE_BACK_TIMEOUT_S
+    while core.protocol.giving_back and core.now_s() < deadline_s:
+        yield from ping(core, GIVE_BACK_TIMEOUT_S)  # a commit failed meanwhile: its slots go back
 
 
 # ------------------------------------------------------------------- values

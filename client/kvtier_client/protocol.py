@@ -209,6 +209,12 @@ class Protocol:
         return len(self._unsettled)
 
     @property
+    def giving_back(self) -> bool:
+        """Whether what gives a lease back was not answered, or a commit, which may have to be."""
+        kinds = wire.Abort | wire.Release | wire.Commit | wire.CommitKeys
+        return any(isinstance(p.request, kinds) for p in self._unsettled.values())
+
+    @property
     def unacked(self) -> list[Pending]:
         """One-way requests that are not acknowledged yet, oldest first."""
         return [p for p in self._unsettled.values() if p.number]

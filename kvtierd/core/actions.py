@@ -22,6 +22,12 @@ class Send(msgspec.Struct):
     message: Reply
 
 
+class HangUp(msgspec.Struct):
+    """Close a peer's connection: nothing that it still brings is carried out."""
+
+    peer: "Peer"
+
+
 class AssignSlab(msgspec.Struct):
     """Record in a tier's slab directory whose a slab is; `tenant` None means NVMe."""
 
@@ -182,7 +188,7 @@ class Note(msgspec.Struct):
 
 
 Action = (
-    Note | Send | AssignSlab | Demote | Promote | Hurry | Clear | Verify | RecordMember
+    Note | Send | HangUp | AssignSlab | Demote | Promote | Hurry | Clear | Verify | RecordMember
     | SaveSession | SaveNodes | SaveFold | DropFolds | DropNodes | DropSession | ForgetSession
     | SaveLayout | SaveBlob | LoadBlob | SaveHolds | SaveScrub
 )  # fmt: skip

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from kvtierd.core.blocks import F_BUSY, F_HELD, NONE, Rows
 from kvtierd.core.copies import Copies
+from kvtierd.core.slabs import CLEARING
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.victims import Victims, rows_at
 from kvtierd.core.world import World
@@ -39,8 +40,7 @@ class Evictor:
         if short > 0:
             short -= self._leave_clean([pool], short)
         if write:
-            dirty = pool.dram.used - pool.clean
-            short = max(short, n + dirty + pool.headroom - pool.dram_capacity)
+            short = max(short, n + pool.dirty - pool.dirty_max)
         if not patient and short > 0:
             rows = self._victims.first([pool], short, clean=False)
             short -= self._drop_cached(rows[self._droppable(rows)])
@@ -50,6 +50,14 @@ class Evictor:
             short -= self._move_dirty([pool], short, urgent=True)
         if short > 0:
             self._evacuate(pool, patient=patient)
+
+    def make_places(self, pool: Pool, n: int, *, patient: bool) -> None:
+        """Free, or start to free, slabs that other pools of the tenant use for more than they were
+        promised, until `n` more blocks of a pool can be admitted."""
+        while not pool.admits(n) and self._evacuate(pool, patient=patient):
+            pass
+        if not pool.admits(n) and not any(each.nvme.counts[CLEARING] for each in self.world.pools):
+            self._empty_nvme_slab(pool)
 
     def _leave_clean(self, pools: list[Pool], n: int) -> int:
         rows = self._victims.first(pools, n, clean=True)
@@ -139,16 +147,16 @@ class Evictor:
 
     # ------------------------------------------------------------ slabs
 
-    def _evacuate(self, pool: Pool, *, patient: bool) -> None:
-        """Empty the sparsest slab of the tenant's other pools, so that `pool` can have it."""
+    def _evacuate(self, pool: Pool, *, patient: bool) -> bool:
+        """Empty the sparsest slab that one of the tenant's other pools can do without, so that
+        `pool` can have it. Returns whether it came free at once."""
         tenant, table = pool.tenant, self.world.table
         best: tuple[int, Pool, int, Rows] | None = None
         for other in tenant.pools.values():
             if other.dram.draining:
-                return
-            slabs = len(other.dram.free)
-            if other is pool or not slabs or (slabs == 1 and other.held):
-                continue  # its last slab is the way to DRAM for its blocks on NVMe
+                return False
+            if other is pool or not other.dram.free or not other.can_leave_slab():
+                continue
             slab = max(other.dram.free, key=lambda s, free=other.dram.free: free[s])  # type: ignore[misc]
             rows = rows_at(tenant.arena, tenant.arena.slots_of(other.dram, slab))
             used = other.dram.slots_per_slab - other.dram.free[slab]
@@ -156,9 +164,11 @@ class Evictor:
             if not stuck and (best is None or used < best[0]):
                 best = used, other, slab, rows
         if best is None:
-            return
+            return False
         _, other, slab, rows = best
         tenant.arena.drain(other.dram, slab)
+        if other.demand:
+            other.secure(0)
         idle = rows[(table.flags[rows] & F_BUSY) == 0]
         clean = table.nvme[idle] != NONE
         if clean.any():
@@ -169,6 +179,7 @@ class Evictor:
             self._drop_cached(dirty[droppable])
             dirty = dirty[~droppable]
         self._demote(other, dirty, urgent=True)
+        return slab not in other.dram.free
 
     def end_stuck_drains(self, tenant: Tenant) -> None:
         """Use slabs again whose evacuation did not end (a reader stayed, or NVMe was full)."""
@@ -191,7 +202,7 @@ class Evictor:
         only_there = idle[~kept & ~in_dram]
         if len(only_there):
             n -= self._drop_cached(self._victims.last_on_nvme(pool, only_there, n))
-        dirty_room = pool.dram_capacity - pool.headroom - (pool.dram.used - pool.clean)
+        dirty_room = pool.fitting(pool.dram.capacity) - pool.dirty
         may_leave = in_dram if not world.limits.power else in_dram & ~kept
         leave = idle[may_leave][: max(min(n, dirty_room), 0)]
         if len(leave):
@@ -204,7 +215,7 @@ class Evictor:
         """Start to clear an NVMe slab of the tenant's other pools that has CACHED blocks only."""
         nvme, table = self.world.nvme, self.world.table
         for other in pool.tenant.pools.values():
-            if other is pool:
+            if other is pool or other.surplus < other.nvme.slots_per_slab:
                 continue
             for slab in sorted(other.nvme.free)[:NVME_SCAN_SLABS]:
                 rows = rows_at(nvme, nvme.slots_of(other.nvme, slab))

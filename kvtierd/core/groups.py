@@ -9,7 +9,7 @@ from typing import Final
 
 from kvtier_client import wire
 from kvtier_client.errors import InvalidArgument, NotOwner, QuotaExceeded
-from kvtierd.core.actions import RecordMember
+from kvtierd.core.actions import HangUp, RecordMember
 from kvtierd.core.leases import MEMBERS_MAX, Group, Member, Peer, owner_of
 from kvtierd.core.reads import Reads
 from kvtierd.core.reclaim import Reclaim
@@ -45,6 +45,7 @@ class Groups:
         elif not hmac.compare_digest(group.secret_hash, secret_hash):
             raise NotOwner("the group exists and has another secret")
         member = self._member(group, req.member, uid, pid, start_time)
+        self._hang_up(member)  # what comes late on its older connections was sent before this
         peer = Peer(conn, group, member, self.world.boot)
         group.peers.add(peer)
         return peer, self.reclaim.returned(group, member, req.leases)
@@ -84,12 +85,17 @@ class Groups:
                 self.reads.cancel_ticket(ticket)
         peer.tickets.clear()
 
+    def _hang_up(self, member: Member) -> None:
+        """Whatever a process's connections still bring is not carried out."""
+        for peer in [p for p in member.group.peers if p.member is member]:
+            self.close(peer)
+            self.world.actions.append(HangUp(peer))
+
     def process_died(self, member: Member) -> None:
         """A client process is dead; with the last of a group, its leases end."""
         member.alive = False
         group = member.group
-        for peer in [p for p in group.peers if p.member is member]:
-            self.close(peer)  # its last requests may come after the news of its death
+        self._hang_up(member)  # its last requests may come after the news of its death
         if group.alive:
             # Its leases are the group's, which may use them; so its record stays for a restart.
             self.reclaim.end_unclaimed(group, member, set())

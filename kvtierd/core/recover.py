@@ -391,7 +391,8 @@ class Recovery:
     # ----------------------------------------------------------------- end
 
     def finish(self, tenant: Tenant, sessions: list[FoundSession]) -> None:
-        """Restore holds and folds; tombstones go when what is left of their sessions is cleared."""
+        """Restore holds and folds, and back what is kept then; tombstones go when what is left of
+        their sessions is cleared."""
         for found in sessions:
             session = tenant.sessions.get(int.from_bytes(found.token_hash[:8], "little"))
             if session is None:
@@ -405,6 +406,7 @@ class Recovery:
         for name, hashed in self._closed:
             if name == tenant.name:
                 self.world.tombstones[tenant, hashed] = 0
+        tenant.back_what_is_there()
 
     def _holds(self, tenant: Tenant, session: Session, holds: list[tuple[bytes, bytes]]) -> None:
         for fingerprint in {layout for layout, _ in holds}:

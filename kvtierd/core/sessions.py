@@ -102,7 +102,9 @@ class Sessions:
         slot_bytes = -(-layout.block_bytes // SLOT_ALIGN) * SLOT_ALIGN
         number = len(world.pools)
         dram = SlabPool(number, slot_bytes, self.slots_per_slab(tenant.arena, slot_bytes))
-        nvme = SlabPool(number, slot_bytes, self.slots_per_slab(world.nvme, slot_bytes))
+        nvme = SlabPool(
+            number, slot_bytes, self.slots_per_slab(world.nvme, slot_bytes), tenant.nvme_quota
+        )
         pool = Pool(number, tenant, layout, dram, nvme)
         world.pools.append(pool)
         tenant.pools[pool.fingerprint] = pool

@@ -9,13 +9,12 @@ A payload is cut into slabs; a slab in use belongs to one SlabPool (one layout o
 is cut into its slots. Slot number = slab * max_slots + place. The word of a slot is the truth
 about its state; counters follow it and `recount` checks them.
 
-A slab without a used slot may go to whatever pool needs it, its last owner or another one, but for
-those that are `kept` for others: so many as the others must be able to get, for what was promised
-to them.
+A slab that was left empty stays with its pool, which may need it for what it has been promised;
+whatever it can `spare` goes to the first pool that takes it, as unassigned slabs do.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -53,20 +52,32 @@ def ready_words(seqs: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words
 
 
-def _none(pool: "SlabPool") -> int:
-    return 0
+class Quota:
+    """How many slabs of a tier some pools may have together, and how many they have."""
+
+    def __init__(self, slabs: int) -> None:
+        self.slabs, self.have = slabs, 0
+
+    @property
+    def left(self) -> int:
+        """Slabs that they may still take; a quota that was lowered takes none away."""
+        return max(self.slabs - self.have, 0)
 
 
 class SlabPool:
     """The slabs of one layout of one tenant in one tier."""
 
-    def __init__(self, number: int, slot_bytes: int, slots_per_slab: int) -> None:
+    def __init__(
+        self, number: int, slot_bytes: int, slots_per_slab: int, quota: Quota | None = None
+    ) -> None:
         self.number = number
         self.slot_bytes = slot_bytes
         self.slots_per_slab = slots_per_slab
+        self.quota = quota
+        self.spare: Callable[[], int] = lambda: len(self.empty)  # empty slabs that others may take
         self.free: dict[int, int] = {}  # slab -> free slots, every slab of the pool
         self.open: dict[int, None] = {}  # slabs with a free slot, in order of use
-        self.empty: dict[int, None] = {}  # slabs with free slots only; other pools may take them
+        self.empty: dict[int, None] = {}  # slabs with free slots only
         self.draining: set[int] = set()  # slabs being emptied for another pool
         self.counts = [0] * STATES  # slots by state
         self.next_slot = 0  # where the short path looks first
@@ -77,14 +88,14 @@ class SlabPool:
         return len(self.free) * self.slots_per_slab
 
     @property
-    def occupied_total(self) -> int:
-        """Slots of the slabs that are not empty."""
-        return (len(self.free) - len(self.empty)) * self.slots_per_slab
+    def capacity(self) -> int:
+        """Slots of its slabs, but for those that are being emptied for others."""
+        return (len(self.free) - len(self.draining)) * self.slots_per_slab
 
     @property
-    def free_in_use(self) -> int:
-        """Free slots of the slabs that are not empty."""
-        return self.counts[FREE] - len(self.empty) * self.slots_per_slab
+    def vacant(self) -> int:
+        """Free slots of these slabs."""
+        return self.counts[FREE] - sum(self.free[slab] for slab in self.draining)
 
     @property
     def used(self) -> int:
@@ -110,8 +121,7 @@ class Slabs:
         self.row_view = self.row_of.data
         self.free_slabs = list(range(slabs - 1, -1, -1))
         self.pool_of: list[SlabPool | None] = [None] * slabs
-        self._empty = 0  # empty slabs of all pools
-        self.kept: Callable[[SlabPool], int] = _none  # unused slabs that are not for this pool
+        self._with_empty: dict[SlabPool, None] = {}  # pools that have empty slabs
         self.epoch = 0  # counts whatever may have left a pool less room than it had
         self._on_assign = on_assign
 
@@ -131,24 +141,39 @@ class Slabs:
             if counts[FREE]:
                 pool.open[slab] = None
             if counts[FREE] == pool.slots_per_slab:
-                pool.empty[slab] = None
-                self._empty += 1
+                self._emptied(pool, slab)
+        if pool.quota is not None:
+            pool.quota.have += len(numbers)
         self.epoch += 1
 
-    @property
-    def unused_slabs(self) -> int:
-        """Slabs without a used slot: unassigned ones and empty ones."""
-        return len(self.free_slabs) + self._empty
-
-    def usable_slabs(self, pool: SlabPool) -> int:
-        """Slabs without a used slot that the pool may use: unassigned, its own and others' ones."""
-        unused = self.unused_slabs
-        return max(unused - self.kept(pool), 0) if unused else 0
+    def takeable(self, pool: SlabPool) -> int:
+        """Slabs that the pool does not have and can take: unassigned ones, within its quota, and
+        what others can spare."""
+        free, of_quota = len(self.free_slabs), 0
+        for other in self._with_empty:
+            if other is pool:
+                continue
+            if other.quota is pool.quota:
+                of_quota += other.spare()
+            else:
+                free += other.spare()
+        return of_quota + (free if pool.quota is None else min(free, pool.quota.left))
 
     def available(self, pool: SlabPool) -> int:
         """Slots that `alloc` can give the pool now."""
-        hidden = sum(pool.free[slab] for slab in pool.draining)
-        return pool.free_in_use - hidden + self.usable_slabs(pool) * pool.slots_per_slab
+        return pool.vacant + self.takeable(pool) * pool.slots_per_slab
+
+    def take(self, pool: SlabPool) -> bool:
+        """Have the pool take one slab more; whether there was one."""
+        if not self.takeable(pool):
+            return False
+        self._assign(pool)
+        return True
+
+    def give_back(self, pool: SlabPool, slabs: int) -> None:
+        """Unassign the slabs that a pool took last, which are empty, until it has so many."""
+        while len(pool.free) > slabs:
+            self._unassign(pool, next(reversed(pool.free)))
 
     def alloc(self, pool: SlabPool, n: int, state: int, owner: int, tag: int) -> Slots | None:
         """Take `n` slots; None, and nothing taken, when there are not so many.
@@ -157,8 +182,6 @@ class Slabs:
         """
         if n > self.available(pool):
             return None
-        if pool.empty:
-            self._leave_kept(pool)
         value = np.uint64(word(state, owner, tag))
         first = self._neighbours(pool, n)
         if first != NO_SLOT:
@@ -172,11 +195,6 @@ class Slabs:
         pool.counts[FREE] -= n
         pool.counts[state] += n
         return slots
-
-    def _leave_kept(self, pool: SlabPool) -> None:
-        """Give back those of a pool's own empty slabs that are kept for others."""
-        for slab in list(pool.empty)[self.usable_slabs(pool) :]:
-            self._unassign(pool, slab)
 
     def _neighbours(self, pool: SlabPool, n: int) -> int:
         """The first of `n` free slots beside each other; NO_SLOT when none were found."""
@@ -233,17 +251,16 @@ class Slabs:
 
     def _took(self, pool: SlabPool, slab: int, n: int) -> None:
         if slab in pool.empty:
-            del pool.empty[slab]
-            self._empty -= 1
-            self.epoch += 1
+            self._not_empty(pool, slab)
         left = pool.free[slab] - n
         pool.free[slab] = left
         if not left:
             del pool.open[slab]
 
     def _assign(self, pool: SlabPool) -> int:
-        if not self.free_slabs:
-            self._unassign(*next(self._empty_of_others(pool)))
+        quota = pool.quota
+        if not self.free_slabs or (quota is not None and not quota.left):
+            self._unassign(*self._spared(pool))
         slab = self.free_slabs.pop()
         self.epoch += 1
         base = slab * self.max_slots
@@ -251,25 +268,38 @@ class Slabs:
         self.pool_of[slab] = pool
         pool.free[slab] = pool.slots_per_slab
         pool.open[slab] = None
-        pool.empty[slab] = None
-        self._empty += 1
+        self._emptied(pool, slab)
         pool.counts[FREE] += pool.slots_per_slab
+        if quota is not None:
+            quota.have += 1
         self._on_assign(slab, pool)
         return slab
 
-    def _empty_of_others(self, pool: SlabPool) -> Iterator[tuple[SlabPool, int]]:
-        for slab, other in enumerate(self.pool_of):
-            if other is not None and other is not pool and slab in other.empty:
-                yield other, slab
+    def _spared(self, pool: SlabPool) -> tuple[SlabPool, int]:
+        """The empty slab of another pool that this one takes; one that costs no quota first."""
+        others = [each for each in self._with_empty if each is not pool and each.spare()]
+        other = min(others, key=lambda each: each.quota is not pool.quota)
+        return other, min(other.empty)
 
     def _unassign(self, pool: SlabPool, slab: int) -> None:
-        del pool.free[slab], pool.open[slab], pool.empty[slab]
-        self._empty -= 1
+        self._not_empty(pool, slab)
+        del pool.free[slab], pool.open[slab]
         pool.draining.discard(slab)
         pool.counts[FREE] -= pool.slots_per_slab
+        if pool.quota is not None:
+            pool.quota.have -= 1
         self.pool_of[slab] = None
         self.free_slabs.append(slab)
         self._on_assign(slab, None)
+
+    def _emptied(self, pool: SlabPool, slab: int) -> None:
+        pool.empty[slab] = None
+        self._with_empty[pool] = None
+
+    def _not_empty(self, pool: SlabPool, slab: int) -> None:
+        del pool.empty[slab]
+        if not pool.empty:
+            del self._with_empty[pool]
 
     def set_state(
         self, pool: SlabPool, slots: Places, old: int, values: NDArray[np.uint64]
@@ -314,8 +344,7 @@ class Slabs:
         pool.free[slab] = free
         pool.open[slab] = None
         if free == pool.slots_per_slab:
-            pool.empty[slab] = None
-            self._empty += 1
+            self._emptied(pool, slab)
 
     def drain(self, pool: SlabPool, slab: int) -> None:
         """Allocate no more from a slab; it goes to all pools once it is empty."""

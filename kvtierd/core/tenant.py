@@ -1,12 +1,15 @@
 """A tenant, its layout pools, and the arithmetic of admission.
 
-Admission is one inequality per pool: HELD blocks + slots being written + quarantined slots +
-promises must fit the pool's share of both tiers, less the exchange headroom. It does not depend on
-where blocks are now, so that eviction can always make it true.
+Admission is one inequality per pool: its demand (HELD blocks, slots being written, quarantined
+slots, promises) must fit the slabs that it has in both tiers, less the exchange headroom. It does
+not depend on where blocks are now, so that eviction can always make it true.
 
-What a pool's own slabs do not hold of it, unused slabs must; so many of them are kept for it when
-other pools allocate, and at least one for a pool with HELD blocks that has no DRAM slab in use:
-whatever other layouts store, its blocks can be brought to DRAM one after the other.
+    Whatever was admitted is backed by slabs that its pool has: `places >= demand`, and a pool with
+    any demand has a DRAM slab.
+
+So each admitted block has a slot to be stored in, and one through which it comes back to DRAM,
+whatever other layouts and other tenants do: they get unassigned slabs, and the empty ones that
+this inequality can spare. Who asks for more than its slabs hold takes slabs first (`secure`).
 """
 
 import math
@@ -14,7 +17,7 @@ from typing import Final
 
 from kvtier_client.wire import Layout
 from kvtierd.core.leases import Group, Lease, Member, Ticket
-from kvtierd.core.slabs import QUARANTINED, WRITING, SlabPool, Slabs
+from kvtierd.core.slabs import QUARANTINED, WRITING, Quota, SlabPool, Slabs
 from kvtierd.core.tree import Session
 from kvtierd.core.waiting import Waiting
 
@@ -35,6 +38,7 @@ class Pool:
         self.fingerprint = layout.fingerprint()
         self.layout0 = int.from_bytes(self.fingerprint[:8], "little")
         self.layout1 = int.from_bytes(self.fingerprint[8:], "little")
+        dram.spare, nvme.spare = self._spare_dram, self._spare_nvme
         self.slot_bytes = dram.slot_bytes
         self.held = 0  # rows that may not be dropped: HELD or pinned
         self.clean = 0  # rows readable in DRAM that have an NVMe copy too
@@ -43,53 +47,7 @@ class Pool:
         self._slack = 0  # slots that can be granted without looking again, in `_epoch`
         self._epoch = -1
 
-    @property
-    def stranded(self) -> bool:
-        """Whether it has blocks that may not be dropped, and no slab through which to read them."""
-        return self.held > 0 and not self.dram.occupied_total
-
-    @property
-    def anchored(self) -> bool:
-        """Whether blocks of it that are on NVMe only may be kept: it has, or gets, a DRAM slab."""
-        return self.dram.occupied_total > 0 or self.tenant.arena.usable_slabs(self.dram) > 0
-
-    @property
-    def dram_capacity(self) -> int:
-        """DRAM slots of the slabs that the pool uses or could still take."""
-        usable = self.tenant.arena.usable_slabs(self.dram)
-        return self.dram.occupied_total + usable * self.dram.slots_per_slab
-
-    @property
-    def headroom(self) -> int:
-        """DRAM slots that only blocks with an NVMe copy may use, so that exchange goes on."""
-        slots = self.dram.occupied_total + self.tenant.arena.unused_slabs * self.dram.slots_per_slab
-        return max(1, math.ceil(self.tenant.headroom * slots))
-
-    @property
-    def nvme_available(self) -> int:
-        """NVMe slots that can be allocated now, within the tenant's quota."""
-        return self.nvme.free_in_use + self.tenant.unused_nvme_slabs * self.nvme.slots_per_slab
-
-    @property
-    def write_room(self) -> int:
-        """Slots that writers may take now without touching the exchange headroom."""
-        available = self.tenant.arena.available(self.dram)
-        dirty = self.dram.used - self.clean
-        return min(available, self.dram_capacity - self.headroom - dirty)
-
-    def take_slack(self, n: int) -> bool:
-        """Whether `n` more slots may be granted; the short path, that seldom looks closely.
-
-        False does not mean that there is no room, only that `admits` and `write_room` must say."""
-        tenant = self.tenant
-        if self._epoch != tenant.epoch or self._slack < n:
-            self._slack = min(self.write_room, max(n, SLACK_MAX))
-            if self._slack < n or tenant.quarantined_bytes() or not self.admits(self._slack):
-                self._epoch = -1
-                return False
-            self._epoch = tenant.epoch
-        self._slack -= n
-        return True
+    # ----------------------------------------------------------- admission
 
     @property
     def demand(self) -> int:
@@ -97,18 +55,118 @@ class Pool:
         counts = self.dram.counts
         return self.held + counts[WRITING] + counts[QUARANTINED] + self.promised
 
-    def _holds(self, n: int) -> bool:
-        """Whether the slabs that the pool uses now have a place for `n` more blocks."""
-        return self.demand + n <= self.own_places
+    @property
+    def surplus(self) -> int:
+        """Blocks beyond its demand that its slabs in either tier have places for."""
+        return self.fitting(self.dram.capacity) + self.nvme.total - self.demand
+
+    def fitting(self, slots: int) -> int:
+        """How many of so many DRAM slots may have a block without an NVMe copy: the others are the
+        headroom through which the tiers exchange blocks."""
+        return slots - max(1, math.ceil(self.tenant.headroom * slots))
 
     @property
-    def own_places(self) -> int:
-        """Blocks that the slabs in use can hold in either tier, so that exchange still goes on."""
-        return self.dram.occupied_total + self.nvme.occupied_total - self.headroom
+    def anchored(self) -> bool:
+        """Whether its blocks have a way to DRAM: it has a slab there, or can take one."""
+        return self.dram.capacity > 0 or self.tenant.arena.takeable(self.dram) > 0
 
     def admits(self, n: int) -> bool:
-        """Whether `n` more blocks can be promised a place in some tier."""
-        return self._holds(n) or self.tenant.admits({self.number: n}, self.number)
+        """Whether slabs can be had in which `n` more blocks have places."""
+        short = n - self.surplus
+        if short > 0:
+            short -= self.tenant.nvme.takeable(self.nvme) * self.nvme.slots_per_slab
+        return short <= 0 or short <= self.dirty_max - self.fitting(self.dram.capacity)
+
+    def secure(self, n: int, writing: int = 0) -> bool:
+        """Take slabs until `n` more blocks have places, with DRAM slots for `writing` of them.
+
+        False, and nothing taken, when there are not so many."""
+        arena, nvme, had = self.tenant.arena, self.tenant.nvme, self.slabs
+        there = True
+        while there and (not self.dram.capacity or self._writable < writing > 0):
+            there = arena.take(self.dram)
+        while there and self.surplus < n:
+            there = nvme.take(self.nvme) or arena.take(self.dram)
+        if not there:
+            self.give_back(had)
+        return there
+
+    @property
+    def slabs(self) -> tuple[int, int]:
+        """How many slabs it has in DRAM and in NVMe."""
+        return len(self.dram.free), len(self.nvme.free)
+
+    def give_back(self, had: tuple[int, int]) -> None:
+        """Let go of slabs that it took after it had so many, and that nothing is in yet."""
+        self.tenant.arena.give_back(self.dram, had[0])
+        self.tenant.nvme.give_back(self.nvme, had[1])
+
+    def can_leave_slab(self) -> bool:
+        """Whether it could do without one of its DRAM slabs, once it has more slabs of NVMe."""
+        slots, nvme = self.dram.slots_per_slab, self.nvme
+        left = self.dram.capacity - slots
+        lost = self.fitting(left + slots) - self.fitting(left)
+        more = self.tenant.nvme.takeable(nvme) * nvme.slots_per_slab
+        return not self.demand or (left > 0 and self.surplus + more >= lost)
+
+    def _spare_dram(self) -> int:
+        slots, empty = self.dram.slots_per_slab, len(self.dram.empty)
+        if not self.demand:
+            return empty
+        return max(0, min(empty, self.dram.capacity // slots - 1, self.surplus // slots))
+
+    def _spare_nvme(self) -> int:
+        empty = len(self.nvme.empty)
+        if not self.demand:
+            return empty
+        return max(0, min(empty, self.surplus // self.nvme.slots_per_slab))
+
+    # ---------------------------------------------------------------- room
+
+    @property
+    def dirty(self) -> int:
+        """DRAM slots in use whose blocks have no NVMe copy, or are being written."""
+        return self.dram.used - self.clean
+
+    @property
+    def dram_capacity(self) -> int:
+        """DRAM slots of the slabs that the pool has or could still take."""
+        more = self.tenant.arena.takeable(self.dram)
+        return self.dram.capacity + more * self.dram.slots_per_slab
+
+    @property
+    def dirty_max(self) -> int:
+        """How many of these may have a block without an NVMe copy."""
+        return self.fitting(self.dram_capacity)
+
+    @property
+    def nvme_available(self) -> int:
+        """NVMe slots that can be allocated now, within the tenant's quota."""
+        return self.tenant.nvme.available(self.nvme)
+
+    @property
+    def write_room(self) -> int:
+        """Slots that writers may take now without touching the exchange headroom."""
+        return min(self.tenant.arena.available(self.dram), self.dirty_max - self.dirty)
+
+    @property
+    def _writable(self) -> int:
+        """The same, of the slabs that the pool has."""
+        return min(self.dram.vacant, self.fitting(self.dram.capacity) - self.dirty)
+
+    def take_slack(self, n: int) -> bool:
+        """Whether `n` more slots may be granted; the short path, that seldom looks closely.
+
+        False does not mean that there is no room, only that `admits` and `write_room` must say."""
+        tenant = self.tenant
+        if self._epoch != tenant.epoch or self._slack < n:
+            self._slack = min(self._writable, self.surplus, max(n, SLACK_MAX))
+            if self._slack < n or tenant.quarantined_bytes():
+                self._epoch = -1
+                return False
+            self._epoch = tenant.epoch
+        self._slack -= n
+        return True
 
 
 class Tenant:
@@ -124,7 +182,7 @@ class Tenant:
         headroom: float,
     ) -> None:
         self.name, self.number, self.arena, self.nvme = name, number, arena, nvme
-        arena.kept = self._kept_slabs
+        self.nvme_quota = Quota(0)
         self.nvme_quota_bytes = nvme_quota_bytes
         self.headroom = headroom
         self.pools: dict[bytes, Pool] = {}
@@ -133,8 +191,6 @@ class Tenant:
         self.groups: dict[bytes, Group] = {}
         self.members: dict[int, Member] = {}
         self.leases: dict[int, Lease] = {}
-        self._shares = 0  # counts how often unused slabs were promised to another pool than before
-        self._sharer = -1  # the number of the pool that they were last promised to
         self.waiting = Waiting()
         self.loading: list[Ticket] = []
         self.pressure = False
@@ -146,66 +202,41 @@ class Tenant:
     @property
     def epoch(self) -> int:
         """Another number when a pool may have less room than it had."""
-        return self.arena.epoch + self.nvme.epoch + self._shares
+        return self.arena.epoch + self.nvme.epoch
 
     @property
-    def nvme_slabs_left(self) -> int:
-        """NVMe slabs that the quota still allows."""
-        have = sum(len(pool.nvme.free) for pool in self.pools.values())
-        return self.nvme_quota_bytes // self.nvme.slab_bytes - have
+    def nvme_quota_bytes(self) -> int:
+        """How much of the spill files the tenant may use, in whole slabs."""
+        return self._nvme_quota_bytes
 
-    @property
-    def unused_nvme_slabs(self) -> int:
-        """NVMe slabs without a used slot that its pools may use, within the quota."""
-        own = sum(len(pool.nvme.empty) for pool in self.pools.values())
-        return min(self.nvme.unused_slabs, max(self.nvme_slabs_left, 0) + own)
-
-    def admits(self, extra: dict[int, int], sharer: int = -1) -> bool:
-        """Whether all pools' demands, and `extra` more blocks by pool number, have a place.
-
-        A slab that is in use counts for its pool alone; unused ones go to whoever is short."""
-        if self._missing_slabs(list(self.pools.values()), extra) > self.arena.unused_slabs:
-            return False
-        if sharer < 0 or sharer != self._sharer:
-            self._sharer = sharer
-            self._shares += 1
-        return True
-
-    def _missing_slabs(self, pools: list[Pool], extra: dict[int, int]) -> int:
-        """Unused DRAM slabs that pools need for their demands, once NVMe's are shared out too."""
-        nvme_slabs, dram_slabs = self.unused_nvme_slabs, 0
-        for pool in pools:
-            demand = pool.demand + extra.get(pool.number, 0)
-            if not demand:
-                continue
-            short = demand - pool.own_places
-            if pool.stranded:
-                dram_slabs += 1
-                short -= pool.dram.slots_per_slab
-            if short <= 0:
-                continue
-            take = min(nvme_slabs, math.ceil(short / pool.nvme.slots_per_slab))
-            nvme_slabs -= take
-            short -= take * pool.nvme.slots_per_slab
-            if short > 0:
-                dram_slabs += math.ceil(short / pool.dram.slots_per_slab)
-        return dram_slabs
-
-    def _kept_slabs(self, dram: SlabPool) -> int:
-        """Unused DRAM slabs that a pool must leave to the others; a stranded one leaves only those
-        that others need to be no longer stranded."""
-        if len(self.pools) < 2:
-            return 0
-        mine = next((pool for pool in self.pools.values() if pool.dram is dram), None)
-        others = [pool for pool in self.pools.values() if pool is not mine]
-        if mine is not None and mine.stranded:
-            return sum(pool.stranded for pool in others)
-        return self._missing_slabs(others, {})
+    @nvme_quota_bytes.setter
+    def nvme_quota_bytes(self, quota_bytes: int) -> None:
+        self._nvme_quota_bytes = quota_bytes
+        self.nvme_quota.slabs = quota_bytes // self.nvme.slab_bytes
 
     def keeps(self, extra: dict[int, int]) -> bool:
-        """Whether so many stored blocks more, wherever they are, may be kept from now on."""
+        """Whether so many stored blocks more, wherever they are, may be kept from now on; they are
+        backed then. `extra` is by pool number."""
         pools = [pool for pool in self.pools.values() if extra.get(pool.number)]
-        return all(pool.anchored for pool in pools) and self.admits(extra)
+        backed: list[tuple[Pool, tuple[int, int]]] = []
+        for pool in pools:
+            n, had = extra[pool.number], pool.slabs
+            if not (pool.anchored and pool.admits(n) and pool.secure(n)):
+                break
+            pool.promised += n  # so that the next pool does not take what this one needs
+            backed.append((pool, had))
+        for pool, had in backed:
+            pool.promised -= extra[pool.number]
+            if len(backed) < len(pools):
+                pool.give_back(had)
+        return len(backed) == len(pools)
+
+    def back_what_is_there(self) -> None:
+        """After a restart: every pool with a demand gets the slabs that it needs, as far as there
+        are any; first of all those without a way to DRAM."""
+        pools = [pool for pool in self.pools.values() if pool.demand]
+        for pool in sorted(pools, key=lambda pool: pool.dram.capacity > 0):
+            pool.secure(0)
 
     def arena_bytes(self) -> int:
         """Bytes of the whole arena."""

@@ -25,9 +25,10 @@ def validate(world: World) -> None:
     _check_batches(world, used)
     for tenant in world.tenants.values():
         _check_waiting(tenant)
-        stranded = sum(pool.stranded for pool in tenant.pools.values())
-        assert stranded <= tenant.arena.unused_slabs, "HELD blocks of a layout have no way to DRAM"
+        assert tenant.nvme_quota.have == sum(len(x.nvme.free) for x in tenant.pools.values())
     for pool in world.pools:
+        backed = pool.surplus >= 0 and pool.dram.capacity > 0
+        assert backed or not pool.demand, f"what pool {pool.number} was promised has no place"
         rows = used[world.table.pool[used] == pool.number]
         _check_tier(pool.tenant.arena, pool.dram, world.table.dram, rows)
         _check_tier(world.nvme, pool.nvme, world.table.nvme, rows)

@@ -95,7 +95,7 @@ class Writes:
                 f"cannot reserve {blocks} blocks and {ahead} ahead: allowed are 1..{limit} "
                 "(limits.blocks_per_request)"
             )
-        most = pool.dram_capacity - pool.headroom
+        most = pool.dirty_max
         tenant = pool.tenant
         allowed = int(self.world.limits.quarantine_fraction * tenant.arena_bytes())
         if tenant.quarantined_bytes() > allowed:
@@ -103,7 +103,7 @@ class Writes:
                 f"more than {allowed} bytes of tenant {tenant.name}'s arena are quarantined "
                 "(limits.quarantine_fraction); abort the leases that ran out, or end their clients"
             )
-        if blocks > most and blocks > tenant.arena.slabs * pool.dram.slots_per_slab - pool.headroom:
+        if blocks > max(most, pool.fitting(tenant.arena.slabs * pool.dram.slots_per_slab)):
             raise ArenaFull(
                 f"{blocks} blocks can never be in tenant {tenant.name}'s arena at once (room for "
                 f"{most}); reserve them in windows"
@@ -135,11 +135,16 @@ class Writes:
         ahead = req.ahead if isinstance(req, Reserve) else 0
         more = n + ahead - drawn
         if more > 0 and not pool.admits(more):
-            return None
-        if n > pool.write_room:
-            self.evictor.make_room(pool, n, write=True, patient=patient)
-            if n > pool.write_room:
+            self.evictor.make_places(pool, more, patient=patient)
+            if not pool.admits(more):
                 return None
+        slots = n or int(not pool.anchored)  # a promise too needs a way to DRAM
+        if slots > pool.write_room:
+            self.evictor.make_room(pool, slots, write=True, patient=patient)
+            if slots > pool.write_room:
+                return None
+        if not pool.secure(more, writing=n):
+            return None
         lease = self._allocate(peer, pool, req.lease, n, self.world.ttl_s(req.ttl_s))
         lease.promise = ahead
         pool.promised += ahead

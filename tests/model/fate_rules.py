@@ -80,7 +80,8 @@ class FateRules(Base):
     def adopt(self, session: Session) -> None:
         """Believe what is stored now, if it was committed once under its name.
 
-        A CACHED block that was dropped may be there again while its header is not cleared."""
+        A CACHED block that was dropped may be there again while its header is not cleared, and a
+        shorter copy too, with what was said of it before the longer one came."""
         there = white_box.stored(self.host, session)
         for node in session.nodes.values():
             for part, pages in enumerate(node.pages):
@@ -93,6 +94,10 @@ class FateRules(Base):
                     if found != block.value and found in block.older:
                         assert not block.held
                         pages[page] = white_box.block(self.host, session, node.id, part, page)
+                        for fold in node.folds:  # one of when the older copy was there is its own
+                            same = [x.value == found for x in fold.blocks]
+                            if any(same):
+                                fold.blocks[same.index(True)] = pages[page]
 
     def disconnect(self, w: int) -> None:
         worker = self.worker(w)

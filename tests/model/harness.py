@@ -199,6 +199,8 @@ class Host:
             handler(action)
         elif isinstance(action, act.Send):
             action.peer.conn.inbox.append(action.message)  # type: ignore[attr-defined]
+        elif isinstance(action, act.HangUp):
+            assert not action.peer.open
         elif isinstance(action, act.AssignSlab):
             self._assign(action)
         elif isinstance(action, act.RecordMember):

@@ -69,9 +69,9 @@ class Fixture:
             self.client.do(wire.Release, lease.lease)
         return values
 
-    def evict(self, blocks: int = 1000) -> None:
+    def evict(self, blocks: int = 1000, tenant: str = "a") -> None:
         """Move blocks out of DRAM and let that end."""
-        self.host.state.evictor.evict(self.host.tenant(), blocks)
+        self.host.state.evictor.evict(self.host.tenant(tenant), blocks)
         self.host.perform()
         self.host.settle(1)
 

@@ -32,7 +32,7 @@ def test_a_quota_binds_although_the_files_are_larger(tmp_path: Path) -> None:
     tenants = [{"name": "t", "uids": ["self"], "arena_bytes": 2 * MIB, "spill_bytes": 2 * MIB + 1}]
     parts = start(small_config(tmp_path, tenants=tenants))
     (tenant,) = parts.state.world.tenants.values()
-    assert tenant.nvme_slabs_left * tenant.nvme.slab_bytes == 2 * MIB
+    assert tenant.nvme_quota.left * tenant.nvme.slab_bytes == 2 * MIB
     end(parts)
 
 

@@ -1,6 +1,5 @@
 """Who leaves DRAM, and that room is made whenever it can be."""
 
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -318,47 +317,6 @@ def test_held_blocks_of_other_layouts_never_bar_the_way_to_dram(core: Fixture) -
     assert core.client.read(u64(granted.offsets)[0], 2) == 777
     core.client.do(wire.Release, granted.lease)
     assert core.read(0, page) == [100 + each for each in range(page)]
-
-
-@pytest.mark.parametrize("seed", [0, 6, 41, 46, 52, 69, 79])
-def test_whatever_two_layouts_store_in_turns_all_of_it_can_be_read(seed: int) -> None:
-    """What one was promised of the unused slabs, the other's blocks on their way do not take."""
-    core, chance = Fixture(Host({"a": (3, 3)}, spill_slabs=3)), random.Random(seed)
-    large = core.register(layout(2, group=1))
-    stores = {1: (core.print, core.session), 2: (large, core.open(b"l" * 16, [large]))}
-    pages, refused = {1: 0, 2: 0}, set[int]()
-    while len(refused) < len(stores):
-        units = chance.choice([1, 1, 2])
-        which, session = stores[units]
-        if pages[units] and chance.random() < 0.3:
-            read_one(core, which, session, units, chance.randrange(pages[units]))
-        asked = core.client.send(wire.Reserve, core.client.counter(), which, 1, 0, 0, 5.0)
-        core.host.settle(6)
-        reply = core.client.answer(asked)
-        if isinstance(reply, wire.Error):
-            refused.add(units)
-            continue
-        core.client.write(u64(reply.offsets)[0], units, 100 + pages[units])
-        core.client.do(
-            wire.Commit, reply.lease, session, 0, pack(0), pack(pages[units]), pack(FULL), HELD
-        )
-        pages[units] += 1
-        if chance.random() < 0.5:
-            core.evict(chance.randrange(8))
-    for units, (which, session) in stores.items():
-        for page in range(pages[units]):
-            read_one(core, which, session, units, page)
-    core.host.check()
-    core.host.close()
-
-
-def read_one(core: Fixture, which: bytes, session: int, units: int, page: int) -> None:
-    """Read one page that may have to be brought to DRAM."""
-    granted = core.client.do(
-        wire.Acquire, core.client.counter(), session, 0, which, page, page + 1, 5.0
-    )
-    assert core.client.read(u64(granted.offsets)[0], units) == 100 + page
-    core.client.do(wire.Release, granted.lease)
 
 
 def test_what_has_no_way_to_dram_cannot_be_made_held(core: Fixture) -> None:

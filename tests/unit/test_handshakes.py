@@ -1,15 +1,19 @@
-"""Handshakes: one that stops midway ends, leaves its place, and holds up no other."""
+"""Handshakes: one that stops midway ends, leaves its place, and holds up no other; one that names
+its member ends the older connections of that process."""
 
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import msgpack
 import pytest
 
+from kvtier_client import errors
 from kvtierd import server
-from tests.support.raw import RawClient
+from tests.support.raw import Closed, RawClient, layout
 from tests.support.served import Served
 from tests.support.wait import until
 
@@ -95,5 +99,64 @@ def test_all_clients_come_back_at_once(tmp_path: Path) -> None:
             thread.join(20)
         assert len(welcomes) == len(groups)
         assert served.faults() == 0
+
+    Served(tmp_path).play(scene)
+
+
+def test_what_an_older_connection_still_brings_is_not_carried_out(tmp_path: Path) -> None:
+    """Its client has given up what it asked there, and will not give back what it gets now."""
+
+    def scene(served: Served) -> None:
+        with served.client() as old, RawClient(served.client_path, old.group, old.secret) as new:
+            known = old.ask("register_layout", layout())[4]
+            new.member = old.member
+            new.hello()
+            assert new.member == old.member
+            given_up = new.member << 32 | 1
+            assert new.code("abort", given_up) == errors.LeaseExpired.code
+            with pytest.raises(Closed):
+                old.reserve(known, 1)
+            assert served.tenant()["leases"] == 0
+            new.reserve(known, 1)
+
+    Served(tmp_path).play(scene)
+
+
+def test_two_clients_of_one_process_and_group_do_not_end_each_other(tmp_path: Path) -> None:
+    def scene(served: Served) -> None:
+        with served.client() as one, RawClient(served.client_path, one.group, one.secret) as two:
+            two.hello()
+            two.come_back()
+            one.ask("cancel", 1)
+            two.ask("cancel", 1)
+
+    Served(tmp_path).play(scene)
+
+
+FORKING = """
+import os, sys
+from tests.support.raw import Closed, RawClient
+client = RawClient(sys.argv[1])
+client.hello()
+client.socket.settimeout(None)
+if os.fork():
+    os._exit(0)
+try:
+    client.receive()
+except Closed:
+    print("closed")
+"""
+
+
+def test_a_dead_processs_connection_ends_though_a_child_of_it_keeps_the_socket(
+    tmp_path: Path,
+) -> None:
+    def scene(served: Served) -> None:
+        ended = subprocess.run(
+            [sys.executable, "-c", FORKING, served.client_path],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+        assert ended.stdout == "closed\n", ended.stderr
+        assert served.tenant()["clients"] == 0
 
     Served(tmp_path).play(scene)

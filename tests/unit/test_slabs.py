@@ -6,10 +6,10 @@ import pytest
 from kvtierd.core.slabs import (
     FREE,
     NO_OWNER,
-    NO_SLOT,
     QUARANTINED,
     READY,
     WRITING,
+    Quota,
     SlabPool,
     Slabs,
     ready_words,
@@ -97,42 +97,46 @@ def test_a_drained_slab_gives_no_more_slots_and_goes_when_it_is_empty(tier: Tier
     assert (0, None) in tier.assigned
 
 
-def test_slabs_that_are_kept_for_others_are_not_taken(tier: Tier) -> None:
-    tier.slabs.kept = lambda pool: int(pool is tier.small)
-    slots = np.concatenate([tier.take(tier.large, 4), tier.take(tier.large, 4)])
-    tier.slabs.free(tier.large, slots, WRITING)
-    assert tier.slabs.available(tier.small) == 16
-    tier.take(tier.small, 16)
-    assert tier.slabs.alloc(tier.small, 1, WRITING, 1, 1) is None
-    assert len(tier.take(tier.large, 4)) == 4
-
-
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_a_pool_leaves_its_own_empty_slab_to_one_that_is_kept_one(
-    tier: Tier, one_by_one: bool
-) -> None:
+def test_an_empty_slab_that_its_pool_needs_is_its_own(tier: Tier) -> None:
     slots = tier.take(tier.small, 24)
-    scattered_and_a_slab = slots[[5, 7, *range(8, 16)]]
-    tier.slabs.free(tier.small, scattered_and_a_slab, WRITING)
-    tier.slabs.kept = lambda pool: int(pool is tier.small)
-    assert (tier.slabs.available(tier.small), tier.slabs.available(tier.large)) == (2, 4)
-    if one_by_one:
-        value = word(WRITING, 1, 1)
-        assert [tier.slabs.alloc_one(tier.small, value) for _ in range(3)] == [5, 7, NO_SLOT]
-    else:
-        assert tier.slabs.alloc(tier.small, 3, WRITING, 1, 1) is None
-        assert tier.take(tier.small, 2).tolist() == [5, 7]
-    assert (tier.take(tier.large, 4) // 8 == 1).all()
+    tier.slabs.free(tier.small, slots[:16], WRITING)
+    tier.small.spare = lambda: len(tier.small.empty) - 1  # something was promised one of them
+    assert tier.slabs.available(tier.large) == 4
+    assert len(tier.take(tier.large, 4)) == 4
+    assert tier.slabs.alloc(tier.large, 1, WRITING, 1, 1) is None
+    assert not tier.slabs.take(tier.large)
+    assert len(tier.take(tier.small, 8)) == 8
+
+
+def test_a_slab_that_was_taken_is_not_unassigned_any_more(tier: Tier) -> None:
+    assert [tier.slabs.take(tier.small) for _ in range(4)] == [True, True, True, False]
+    tier.small.spare = lambda: 0
+    assert tier.slabs.available(tier.large) == 0
+    assert tier.slabs.available(tier.small) == 24
+    assert [number for _, number in tier.assigned] == [0, 0, 0]
+
+
+def test_a_quota_is_of_all_its_pools_and_what_one_spares_costs_another_nothing() -> None:
+    tier, quota = Tier(slabs=4), Quota(2)
+    tier.small.quota = tier.large.quota = quota
+    slots = tier.take(tier.small, 16)
+    assert tier.slabs.alloc(tier.small, 1, WRITING, 1, 1) is None
+    assert tier.slabs.alloc(tier.large, 1, WRITING, 1, 1) is None
+    tier.slabs.free(tier.small, slots[8:], WRITING)
+    assert tier.slabs.available(tier.large) == 4
+    tier.take(tier.large, 4)
+    assert tier.slabs.alloc(tier.large, 1, WRITING, 1, 1) is None
+    assert quota.have == len(tier.small.free) + len(tier.large.free) == 2
 
 
 def test_what_leaves_less_room_changes_the_epoch(tier: Tier) -> None:
-    slots = tier.take(tier.small, 8)
-    tier.slabs.free(tier.small, slots, WRITING)
+    slots = tier.take(tier.small, 24)
+    tier.slabs.free(tier.small, slots[:8], WRITING)
     before = tier.slabs.epoch
-    tier.take(tier.small, 1)  # the slab is no longer there for others
+    tier.take(tier.large, 1)  # the slab is no longer there for the other
     assert tier.slabs.epoch > before
     before = tier.slabs.epoch
-    tier.slabs.drain(tier.small, 0)
+    tier.slabs.drain(tier.small, 1)
     assert tier.slabs.epoch > before
 
 
