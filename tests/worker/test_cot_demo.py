@@ -15,8 +15,9 @@ from kvtier_worker.cot.shipped import shipped_model_path
 from kvtier_worker.cot.task import SESSION_1K, SESSION_4K
 from kvtier_worker.metrics import Clock
 
-SESSIONS = 8
-SLOWER = "folded steps made it slower"
+SESSIONS = 10
+TIMED = ("folded steps made it slower", "folded steps let only")
+"""What is averaged over time; tests/worker/test_admission.py counts who runs, step by step."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -37,7 +38,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> ThoughtReport:
 
 def test_it_shows_what_it_promises(report: ThoughtReport) -> None:
     """How fast it was is the machine's affair; everything else is not."""
-    assert [failure for failure in report.failures if failure != SLOWER] == []
+    assert [failure for failure in report.failures if not failure.startswith(TIMED)] == []
     assert list(report.runs) == list(Policy)
     assert all(run.figures.sessions == SESSIONS for run in report.runs.values())
     assert len({run.figures.pool_bytes for run in report.runs.values()}) == 1
@@ -59,7 +60,12 @@ def test_answers_need_the_steps_that_they_are_about(report: ThoughtReport) -> No
 def test_it_fails_on_what_it_must_not_show(report: ThoughtReport) -> None:
     changed = msgspec.structs.replace
     runs = {
-        policy: changed(run, figures=changed(run.figures, tokens_per_s=1.0 + policy.folds))
+        policy: changed(
+            run,
+            figures=changed(
+                run.figures, tokens_per_s=1.0 + policy.folds, mean_running=4.0 + 4 * policy.folds
+            ),
+        )
         for policy, run in report.runs.items()
     }
     assert find_failures(runs, swap_is_exact=True) == []
