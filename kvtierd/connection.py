@@ -70,6 +70,7 @@ class Connection(asyncio.Protocol):
         self._waiting = False
         """Its turn comes by way of `Turns`."""
         self._transport: asyncio.Transport | None = None
+        self._closing = False
         self.pending: set[int] = set()
         self._paused = False
         self.partial_since_s = 0.0
@@ -96,6 +97,9 @@ class Connection(asyncio.Protocol):
         """The loop has the socket now."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._transport.set_write_buffer_limits(high=self.desk.limits.output_buffer_bytes)
+        if self._closing:  # since the welcome its process died, or a newer one took its place
+            transport.close()
+            return
         self._came_s = self._turns.begin()
         self._go_on()
 
@@ -149,6 +153,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close after what was sent."""
+        self._closing = True
         if self._transport is not None:
             self._transport.close()
 
