@@ -33,6 +33,7 @@ class Transport:
     def __init__(self) -> None:
         self.reading = True
         self.aborted = False
+        self.closed = False
         self.written = 0
 
     def set_write_buffer_limits(self, high: int) -> None: ...
@@ -45,6 +46,9 @@ class Transport:
 
     def abort(self) -> None:
         self.aborted = True
+
+    def close(self) -> None:
+        self.closed = True
 
     def pause_reading(self) -> None:
         assert self.reading
@@ -108,6 +112,18 @@ def test_a_request_is_answered_in_the_call_that_delivers_it(clock: Clock) -> Non
         assert desk.order == [1, 1]
 
     asyncio.run(work())
+
+
+def test_what_is_closed_before_the_loop_has_its_socket_is_closed_then(clock: Clock) -> None:
+    """Its process may die between the welcome and that moment; nothing is carried out for it."""
+    desk, transport = Desk(clock), Transport()
+    conn = Connection(desk, DECODER, operator=False)
+    conn.enter((1, 1))
+    conn.behind_hello(frames(1, 1))
+    conn.close()
+    conn.connection_made(transport)  # type: ignore[arg-type]
+    assert transport.closed
+    assert desk.order == []
 
 
 def test_a_flood_costs_a_slice_and_then_the_other_client_is_served(clock: Clock) -> None:
