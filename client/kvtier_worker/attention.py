@@ -57,6 +57,7 @@ def paged_attention(
     """
     k, v = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
     bias = bias_pages.flatten(0, 1) if bias_pages is not None and tile.biased else None
+    groups = None if masses is None else tile.groups
     result = q.new_zeros(q.shape)
     if q.device.type == "cuda":
         result[: tile.rows] = attend_on_cuda(
@@ -67,11 +68,10 @@ def paged_attention(
             tile.entries,
             tile.starts,
             tile.longest,
-            None if masses is None else tile.groups,
+            groups,
             masses,
         )
         return result.flatten(1)
-    measured = masses is not None and tile.groups is not None
     _attend(
         (q * q.shape[2] ** -0.5).numpy(),
         k.numpy(),
@@ -79,8 +79,8 @@ def paged_attention(
         NO_BIAS if bias is None else bias.numpy(),
         tile.entries.numpy(),
         tile.starts.numpy(),
-        tile.groups.numpy() if measured and tile.groups is not None else NO_GROUPS,
-        masses.numpy() if measured and masses is not None else NO_MASSES,
+        NO_GROUPS if groups is None else groups.numpy(),
+        NO_MASSES if masses is None else masses.numpy(),
         result.numpy(),
     )
     return result.flatten(1)

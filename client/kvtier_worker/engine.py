@@ -21,14 +21,11 @@ from kvtier_worker.model import Llama, Watch
 from kvtier_worker.pool import BlockShape, PagedPool
 from kvtier_worker.sampler import Sampling, choose
 from kvtier_worker.scheduler import Chunk, Limits, Scheduler
-from kvtier_worker.sequence import Sequence, State
+from kvtier_worker.sequence import AT_REST, Sequence, State
 from kvtier_worker.store import KvStore
 from kvtier_worker.tile import Row, build_tile
 
 DEFAULT_LIMITS: Final = Limits()
-
-
-_AT_REST: Final = (State.FINISHED, State.SUSPENDED, State.PRUNED)
 
 
 class Engine:
@@ -140,7 +137,7 @@ class Engine:
         It shares the sequence's pages and what the daemon has of it. Both go on by themselves; the
         fork of a parked sequence is parked, that of a paused one goes on. Errors: CannotFork.
         """
-        if sequence.state in _AT_REST:
+        if sequence.state in AT_REST:
             raise CannotFork(f"sequence {sequence.id} is {sequence.state.value}: nothing goes on")
         scheduler = self.scheduler
         if (
@@ -174,7 +171,7 @@ class Engine:
 
     def prune(self, sequence: Sequence) -> None:
         """End a branch at once: what no other branch needs of it is freed, here and there."""
-        if sequence.state in _AT_REST:
+        if sequence.state in AT_REST:
             return
         self.scheduler.remove(sequence)
         self.store.forget(sequence)
@@ -183,7 +180,7 @@ class Engine:
 
     def park(self, sequence: Sequence) -> None:
         """Take a branch out of the pool until it is woken; its KV moves down the tiers."""
-        if sequence.state not in (*_AT_REST, State.PARKED):
+        if sequence.state not in (*AT_REST, State.PARKED):
             self.scheduler.park(sequence)
 
     def pause(self, sequence: Sequence) -> None:
@@ -191,7 +188,7 @@ class Engine:
 
         It is parked if others need its room.
         """
-        sequence.paused = sequence.state not in _AT_REST
+        sequence.paused = sequence.state not in AT_REST
 
     def wake(self, sequence: Sequence) -> None:
         """Let a paused or parked branch go on. Errors: QueueFull."""
@@ -208,7 +205,7 @@ class Engine:
         does not have it any more, the sequence goes on with the summary: `folder.notes` and
         `folder.figures` tell. Errors: CannotUnfold.
         """
-        if sequence.state in _AT_REST:
+        if sequence.state in AT_REST:
             raise CannotUnfold(
                 f"sequence {sequence.id} is {sequence.state.value}: it has no steps any more"
             )
@@ -216,7 +213,7 @@ class Engine:
 
     def refold(self, sequence: Sequence, step: int) -> None:
         """Fold an unfolded step again, or take back that it should be unfolded."""
-        if sequence.state not in _AT_REST:
+        if sequence.state not in AT_REST:
             self.folder.ask_refold(sequence, step)
 
     # ------------------------------------------------------ suspend and resume
@@ -228,7 +225,7 @@ class Engine:
         in hex, and for one branch of several a dot and its number.
         Errors: `CannotSuspend` without a daemon; those of the client.
         """
-        assert sequence.state not in _AT_REST
+        assert sequence.state not in AT_REST
         if sequence.state is State.RUNNING:
             self.folder.pack(sequence)
         token = self.store.suspend(sequence)

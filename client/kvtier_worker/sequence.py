@@ -16,6 +16,7 @@ Any ──prune──▶ PRUNED: a branch that nobody wants any more.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from kvtier_worker.budget import Course
 from kvtier_worker.entries import Entries
@@ -34,6 +35,10 @@ class State(Enum):
     FINISHED = "finished"
     SUSPENDED = "suspended"
     PRUNED = "pruned"
+
+
+AT_REST: Final = (State.FINISHED, State.SUSPENDED, State.PRUNED)
+"""The states that nothing comes after, in this worker."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,6 @@
 """What was admitted has a place and a way back to DRAM, whatever other layouts and tenants do."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,14 +9,6 @@ from kvtier_client import wire
 from kvtier_client.wire import CACHED, HELD
 from tests.model.harness import SimClient, layout
 from tests.unit.core_host import FULL, Fixture, Host, pack, u64
-
-
-@pytest.fixture
-def core() -> Iterator[Fixture]:
-    core = Fixture(Host())
-    yield core
-    core.host.check()
-    core.host.close()
 
 
 @dataclass

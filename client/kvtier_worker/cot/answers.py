@@ -126,13 +126,25 @@ class Answerer:
         rows = BRANCHES * len(problems)
         pages = 1 + sum(self._shape.blocks(problem.size.tokens) + BRANCHES for problem in problems)
         pool = PagedPool(self._shape, pages * self._shape.block_bytes, self._model.device)
-        store = (
-            RecomputeStore()
-            if folding is None
-            else DaemonStore(self._client, pool, self._model.config.name, DAEMON_WAIT_S)
-        )
-        engine = Engine(self._model, pool, store, Limits(rows, rows), folding)
+        keeper = None if folding is None else self._client
+        engine = open_engine(self._model, pool, keeper, Limits(rows, rows), folding)
         return engine, [submit(engine, problem) for problem in problems]
+
+
+def open_engine(
+    model: Llama,
+    pool: PagedPool,
+    client: kv.Client | None,
+    limits: Limits,
+    folding: FoldPolicy | None,
+) -> Engine:
+    """An engine that swaps to the client's daemon, or computes again without a client."""
+    store = (
+        RecomputeStore()
+        if client is None
+        else DaemonStore(client, pool, model.config.name, DAEMON_WAIT_S)
+    )
+    return Engine(model, pool, store, limits, folding)
 
 
 def submit(engine: Engine, problem: Problem) -> Sequence:

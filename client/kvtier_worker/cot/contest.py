@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 import kvtier_client as kv
-from kvtier_worker.cot.answers import BLOCK_TOKENS, DAEMON_WAIT_S, Outcome, outcome, submit
+from kvtier_worker.cot.answers import BLOCK_TOKENS, Outcome, open_engine, outcome, submit
 from kvtier_worker.cot.policy import by_token
 from kvtier_worker.cot.task import Problem, Size
 from kvtier_worker.engine import Engine, block_shape
@@ -16,8 +16,6 @@ from kvtier_worker.model import Llama
 from kvtier_worker.pool import BlockShape, PagedPool
 from kvtier_worker.scheduler import Limits
 from kvtier_worker.sequence import Sequence
-from kvtier_worker.store import RecomputeStore
-from kvtier_worker.swap import DaemonStore
 
 LIMITS: Final = Limits(step_rows=64, running=64)
 
@@ -77,14 +75,10 @@ class Contest:
         """An engine with all problems in its queue. A policy that keeps KV needs a client."""
         pool = PagedPool(self.shape, self.budget_bytes, self.model.device)
         assert client is not None or not policy.keeps
-        store = (
-            DaemonStore(client, pool, self.model.config.name, DAEMON_WAIT_S)
-            if client is not None and policy.keeps
-            else RecomputeStore()
-        )
         step_tokens = self.problems[0].size.step_tokens
         folding = by_token(step_tokens) if policy.folds else None
-        engine = Engine(self.model, pool, store, LIMITS, folding)
+        keeper = client if policy.keeps else None
+        engine = open_engine(self.model, pool, keeper, LIMITS, folding)
         return Entrant(engine, self.problems, [submit(engine, p) for p in self.problems])
 
 

@@ -16,7 +16,7 @@ from kvtier_worker.engine import Engine
 from kvtier_worker.errors import BadSearch, CannotFork, SearchFailed
 from kvtier_worker.search.outcome import BranchReport, Fate, Outcome, SearchFigures
 from kvtier_worker.search.question import BRANCHES_MAX, Question, Verifier
-from kvtier_worker.sequence import Sequence, State
+from kvtier_worker.sequence import AT_REST, Sequence, State
 from kvtier_worker.steps import StepRules, StepScanner
 
 Said = TypeVar("Said")
@@ -38,7 +38,7 @@ class Branch:
     @property
     def ended(self) -> bool:
         """Whether there is nothing left to grow or to fork."""
-        return self.sequence.state in (State.FINISHED, State.SUSPENDED, State.PRUNED)
+        return self.sequence.state in AT_REST
 
     @property
     def rests(self) -> bool:
