@@ -181,7 +181,7 @@ class Connection(asyncio.Protocol):
     def _whole(self) -> bool:
         """Whether a frame is there, or the beginning of one that is refused."""
         there = len(self._buffer) - self._start - 4
-        if there < 0 or self._transport is None:
+        if there < 0 or self._closing or self._transport is None:
             return False
         length: int = FRAME_HEADER.unpack_from(self._buffer, self._start)[0]
         return length <= there or length > self._frame_bytes

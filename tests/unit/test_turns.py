@@ -126,6 +126,20 @@ def test_what_is_closed_before_the_loop_has_its_socket_is_closed_then(clock: Clo
     assert desk.order == []
 
 
+def test_what_waits_for_its_turn_when_it_is_closed_is_not_carried_out(clock: Clock) -> None:
+    async def work() -> None:
+        desk = Desk(clock)
+        flood = desk.connect(1)
+        flood.data_received(frames(1, 200))
+        before = len(desk.order)
+        flood.close()
+        for _ in range(3):
+            await turn()
+        assert len(desk.order) == before < 200
+
+    asyncio.run(work())
+
+
 def test_a_flood_costs_a_slice_and_then_the_other_client_is_served(clock: Clock) -> None:
     async def work() -> None:
         desk = Desk(clock)
