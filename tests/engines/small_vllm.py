@@ -8,6 +8,7 @@ block that is another's, or late, or half there, is found at the next step of it
 import hashlib
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -279,7 +280,7 @@ class SmallEngine:
             assert load < request.num_tokens
             end = load or request.num_tokens
             # Whoever waits for a load holds its blocks and cannot be preempted: it must find more.
-            if not self._room(request, request.num_tokens, spare=len(holding) if load else 0):
+            if not self._room(request, request.num_tokens, spared_for=holding if load else []):
                 break
             self._allocate(request, end, load)
             self.side.allocated(request, request.ids, load)
@@ -294,11 +295,13 @@ class SmallEngine:
             scheduled[request.request_id] = request.num_tokens - request.computed
         return news, resumed
 
-    def _room(self, request: Request, end: int, spare: int = 0) -> bool:
-        have = request.ids or [[] for _ in self.groups]
+    def _room(self, request: Request, end: int, spared_for: Sequence[Request] = ()) -> bool:
+        """Whether a request finds its blocks up to a token, and the others all of theirs."""
+        wanted = [(request, end), *((other, other.num_tokens) for other in spared_for)]
         return all(
-            group.blocks(end) - len(ids) + spare <= len(free)
-            for group, ids, free in zip(self.groups, have, self.free, strict=True)
+            sum(group.blocks(upto) - len(each.ids[i] if each.ids else []) for each, upto in wanted)
+            <= len(free)
+            for i, (group, free) in enumerate(zip(self.groups, self.free, strict=True))
         )
 
     def _allocate(self, request: Request, end: int, loaded: int = 0) -> list[list[int]]:
