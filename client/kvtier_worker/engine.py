@@ -290,9 +290,9 @@ class Engine:
         """Run all rows of a step, tile by tile. The result: logits by id, where one samples."""
         rows = [(chunk.sequence, row) for chunk in chunks for row in self._rows(chunk)]
         logits: dict[int, NDArray[np.float32]] = {}
-        tile_rows = self.model.config.tile_rows
-        for start in range(0, len(rows), tile_rows):
-            part = rows[start : start + tile_rows]
+        rows_max = self.model.tile_sizes[-1]
+        for start in range(0, len(rows), rows_max):
+            part = rows[start : start + rows_max]
             hidden = self._forward(part)
             last = {
                 sequence.id: i
@@ -319,10 +319,10 @@ class Engine:
         return rows
 
     def _forward(self, part: Seq[tuple[Sequence, Row]]) -> Tensor:
-        """Shapes: the last hidden state [tile_rows, hidden]."""
+        """Shapes: the last hidden state [tile rows, hidden]."""
         pool, rows = self.pool, [row for _, row in part]
         model = self.model
-        tile = build_tile(rows, model.config.tile_rows, pool.scratch_slot, model.device)
+        tile = build_tile(rows, model.tile_sizes, pool.scratch_slot, model.device)
         if tile.groups is None:
             return model.forward(tile, pool.kv)
         masses = torch.zeros(len(rows), tile.group_count, device=model.device)

@@ -1,7 +1,7 @@
 """A Llama-family decoder (RMSNorm, RoPE, grouped-query attention, SwiGLU) on a paged KV cache.
 
-Everything runs in float32 on tiles (see `tile.py`). Only exact operations (+, *, /, sqrt) and
-`exp`, which torch evaluates in the same way in every lane, touch a row outside the GEMMs.
+Everything runs in float32 on tiles (see `tile.py`). Outside the GEMMs only exact operations
+(+, *, /, sqrt) touch a row, and `exp`, which torch evaluates in the same way in every lane.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,9 +16,10 @@ from kvtier_worker.attention import paged_attention
 from kvtier_worker.linear import TileLinear
 from kvtier_worker.tile import Tile
 
-TILE_ROWS: Final = 16
-SMALL_TILE_ROWS: Final = 64
-SMALL_HIDDEN: Final = 256
+TILE_SIZES: Final = (4, 8, 16, 24, 32, 48, 64)
+"""Rows of a tile, as far as the machine's GEMMs give the same bits: about where they get faster."""
+USUAL_ROWS: Final = 16
+"""The size that is there in any case: a batch of decode steps fits, and one row is not slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,6 @@ class ModelConfig:
     max_positions: int
     fold_trained_keep: int | None = None
 
-    @property
-    def tile_rows(self) -> int:
-        """Rows of one tile: as many as hardly take longer than few, when the weights are read once
-        (16 rows take a quarter more time than 8), or when a small GEMM is mostly its call."""
-        return SMALL_TILE_ROWS if self.hidden <= SMALL_HIDDEN else TILE_ROWS
-
     def folds_to(self, keep: int) -> bool:
         """Whether the model was trained to go on from so many entries of a step."""
         return self.fold_trained_keep is not None and keep >= self.fold_trained_keep
@@ -67,6 +62,11 @@ class LayerWeights:
     post_norm: Tensor
     gate_up: TileLinear
     down: TileLinear
+
+    def mlp(self, x: Tensor, rms_eps: float) -> Tensor:
+        """The residual stream behind the SwiGLU. Shapes: [tile rows, hidden]."""
+        gate, up = self.gate_up(_rms_norm(x, self.post_norm, rms_eps)).chunk(2, dim=-1)
+        return x + self.down(gate / (1 + torch.exp(-gate)) * up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +109,18 @@ class Llama:
         self.device = device
         self.embedding = take("model.embed_tokens.weight")
         tied = "lm_head.weight" not in weights
-        rows = config.tile_rows
-        self.head = TileLinear(self.embedding if tied else take("lm_head.weight"), rows)
+        self.head = TileLinear(self.embedding if tied else take("lm_head.weight"), USUAL_ROWS)
         self.norm = take("model.norm.weight")
-        self.layers = [_layer(take, f"model.layers.{i}.", rows) for i in range(config.layers)]
+        self.layers = [_layer(take, f"model.layers.{i}.") for i in range(config.layers)]
         self.cos, self.sin = _rope_table(config, device)
+        self.tile_sizes = self._sizes_alike()
 
     @torch.inference_mode()
     def forward(self, tile: Tile, pages: KvPages, watch: "Watch | None" = None) -> Tensor:
         """Compute one tile and write its rows' K and V into the pages, at `tile.slots`.
 
         A written entry has no bias; `watch` is filled with what it asks for. Shapes: the result is
-        the last hidden state [tile_rows, hidden].
+        the last hidden state [tile rows, hidden].
         """
         c = self.config
         x = self.embedding[tile.tokens]
@@ -141,9 +141,7 @@ class Llama:
             if watch is not None and watch.queries is not None:
                 watch.queries[i] = q[: tile.rows]
             x = x + layer.out(paged_attention(q, k_layer, v_layer, tile, bias_layer, masses))
-            h = layer.gate_up(_rms_norm(x, layer.post_norm, c.rms_eps))
-            gate, up = h.chunk(2, dim=-1)
-            x = x + layer.down(gate / (1 + torch.exp(-gate)) * up)
+            x = layer.mlp(x, c.rms_eps)
         return _rms_norm(x, self.norm, c.rms_eps)
 
     def rotated(self, queries: Tensor, by: int) -> Tensor:
@@ -152,13 +150,38 @@ class Llama:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Shapes: [tile_rows, hidden] to [tile_rows, vocab]."""
+        """Shapes: [tile rows, hidden] to [tile rows, vocab]."""
         return self.head(hidden)
 
+    @torch.inference_mode()
+    def _sizes_alike(self) -> tuple[int, ...]:
+        """The sizes of tiles in which every row gets the bits that it gets in one of USUAL_ROWS.
 
-def _layer(take: Callable[[str], Tensor], prefix: str, rows: int) -> LayerWeights:
+        In what order a GEMM adds depends on its shape and on the machine alone, so what one layer
+        and the head do with some rows tells.
+        """
+        rows = self.embedding[torch.arange(TILE_SIZES[-1], device=self.device) % self.config.vocab]
+        usual = self._gemms(rows, USUAL_ROWS)
+        return tuple(size for size in TILE_SIZES if torch.equal(self._gemms(rows, size), usual))
+
+    def _gemms(self, rows: Tensor, size: int) -> Tensor:
+        """Every kind of GEMM, on tiles of `size`. Shapes: [rows, hidden] to [rows, vocab]."""
+        c, layer, results = self.config, self.layers[0], []
+        for start in range(0, len(rows), size):
+            x = torch.zeros(size, c.hidden, device=self.device)
+            part = rows[start : start + size]
+            x[: len(part)] = part
+            h = layer.qkv(_rms_norm(x, layer.input_norm, c.rms_eps))
+            x = x + layer.out(h[:, : c.heads * c.head_dim].contiguous())
+            x = layer.mlp(x, c.rms_eps)
+            results.append(self.head(_rms_norm(x, self.norm, c.rms_eps))[: len(part)])
+        return torch.cat(results)
+
+
+def _layer(take: Callable[[str], Tensor], prefix: str) -> LayerWeights:
     def stack(*names: str) -> TileLinear:
-        return TileLinear(torch.cat([take(f"{prefix}{name}.weight") for name in names]), rows)
+        whole = torch.cat([take(f"{prefix}{name}.weight") for name in names])
+        return TileLinear(whole, USUAL_ROWS)
 
     return LayerWeights(
         input_norm=take(prefix + "input_layernorm.weight"),

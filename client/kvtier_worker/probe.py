@@ -25,7 +25,8 @@ def probe_queries(
     config, kv = model.config, sequence.kv
     shift = sequence.thoughts.first_entry(step) - step.first
     parts = []
-    for start in range(step.end - tokens, step.end, config.tile_rows):
+    rows_max = model.tile_sizes[-1]
+    for start in range(step.end - tokens, step.end, rows_max):
         rows = [
             Row(
                 token=sequence.tokens[at],
@@ -34,9 +35,9 @@ def probe_queries(
                 biased=bool(pool.bias_pages),
                 write=False,
             )
-            for at in range(start, min(start + config.tile_rows, step.end))
+            for at in range(start, min(start + rows_max, step.end))
         ]
-        tile = build_tile(rows, config.tile_rows, pool.scratch_slot, model.device)
+        tile = build_tile(rows, model.tile_sizes, pool.scratch_slot, model.device)
         queries = torch.empty(
             config.layers, len(rows), config.heads, config.head_dim, device=model.device
         )

@@ -1,10 +1,11 @@
-"""One tile: a fixed number of rows on which every kernel of the model runs.
+"""One tile: a number of rows on which every kernel of the model runs.
 
 A floating-point kernel may add in another order when its shape changes, and then the same token
-gets other bits in another batch. Here every GEMM of a model sees the same number of rows, and
-attention goes through a row's own entries one by one, so a row's bits depend on the row alone: not
-on its neighbours, not on its place in the tile, not on whether it is a decode step or part of a
-prefill chunk. Rows that are missing are padding; their K and V go to the pool's scratch page.
+gets other bits in another batch. Here every GEMM sees one of the few numbers of rows that were
+found to give the same bits when the model was loaded, and attention goes through a row's own
+entries one by one, so a row's bits depend on the row alone: not on its neighbours, not on its place
+in the tile, not on whether it is a decode step or part of a prefill chunk. Rows that are missing
+are padding; their K and V go to the pool's scratch page.
 """
 
 from collections.abc import Sequence as Seq
@@ -42,10 +43,10 @@ class Row:
 class Tile:
     """The tensors that one pass over the layers reads.
 
-    Shapes: `tokens`, `positions`, `slots` [a model's `tile_rows`], of which the first `rows` are
-    not padding; `entries` [all rows' entries], one row's behind the other's; `starts` [rows + 1],
-    where each row's begin and the last one's end; `groups` as `entries`, or None when no mass is
-    measured, with numbers below `group_count`. The longest row has `longest` entries.
+    Shapes: `tokens`, `positions`, `slots` [one of a model's `tile_sizes`], of which the first
+    `rows` are not padding; `entries` [all rows' entries], one row's behind the other's; `starts`
+    [rows + 1], where each row's begin and the last one's end; `groups` as `entries`, or None when
+    no mass is measured, with numbers below `group_count`. The longest row has `longest` entries.
     """
 
     rows: int
@@ -60,12 +61,13 @@ class Tile:
     group_count: int
 
 
-def build_tile(rows: Seq[Row], tile_rows: int, scratch_slot: int, device: torch.device) -> Tile:
-    """Lay up to `tile_rows` rows out as a tile."""
-    assert 0 < len(rows) <= tile_rows
-    positions = np.zeros(tile_rows, np.int64)
-    tokens = np.zeros(tile_rows, np.int64)
-    written = np.full(tile_rows, scratch_slot, np.int64)
+def build_tile(rows: Seq[Row], sizes: Seq[int], scratch_slot: int, device: torch.device) -> Tile:
+    """Lay rows out as a tile of the least of the rising `sizes` that holds them."""
+    assert 0 < len(rows) <= sizes[-1]
+    size = next(size for size in sizes if size >= len(rows))
+    positions = np.zeros(size, np.int64)
+    tokens = np.zeros(size, np.int64)
+    written = np.full(size, scratch_slot, np.int64)
     positions[: len(rows)] = [row.position for row in rows]
     tokens[: len(rows)] = [row.token for row in rows]
     written[: len(rows)] = [row.slots[-1] if row.write else scratch_slot for row in rows]

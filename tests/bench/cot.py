@@ -35,7 +35,7 @@ from kvtierd.bench.figures import Figure, middle, table
 from kvtierd.bench.plan import Plan
 
 SESSIONS: Final = 200
-ROUNDS: Final = 5
+ROUNDS: Final = 20
 BUDGET_TOKENS: Final = 8400
 """Of KV in the pool: two sessions of 4k tokens and a bit."""
 DRAM_POOLS: Final = 16

@@ -44,7 +44,7 @@ def test_masses_are_shares_of_all_attention_and_change_no_bit() -> None:
     pool.write_entries(slots, entries)
     groups = np.repeat([1, 0, 2], 30)
     rows = [Row(7, 120, slots, groups=groups), Row(9, 50, slots[:40])]
-    tile = build_tile(rows, MODEL.config.tile_rows, pool.scratch_slot, CPU)
+    tile = build_tile(rows, MODEL.tile_sizes, pool.scratch_slot, CPU)
     masses = torch.zeros(2, tile.group_count)
     watched = MODEL.logits(MODEL.forward(tile, pool.kv, Watch(masses=masses)))
     pool.write_entries(slots, entries)

@@ -8,13 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtier_worker.model import Llama
+from kvtier_worker.linear import TileLinear
+from kvtier_worker.model import USUAL_ROWS, Llama
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.tile import Row
-from tests.worker.tiny import BLOCK_TOKENS, TILE_ROWS, forward, slots_of, tiny_model, tiny_pool
+from tests.worker.tiny import BLOCK_TOKENS, forward, slots_of, tiny_model, tiny_pool
 
 LENGTH = 150
 PAGES = -(-LENGTH // BLOCK_TOKENS)
+TILE_ROWS = tiny_model().tile_sizes[-1]
 
 
 def decode_alone(model: Llama, pool: PagedPool, tokens: list[int], pages: list[int]) -> Tensor:
@@ -124,3 +126,15 @@ def test_the_check_sees_a_change_of_one_bit(reference: Reference) -> None:
     changed = reference.logits.clone()
     changed.view(torch.int32)[3, 5] ^= 1
     assert not torch.equal(changed, reference.logits)
+
+
+def test_a_machine_whose_gemms_differ_by_size_has_one_size_of_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    multiply = TileLinear.__call__
+
+    def by_size(self: TileLinear, x: Tensor) -> Tensor:
+        return multiply(self, x) * (1 + len(x) * 2**-20)
+
+    monkeypatch.setattr(TileLinear, "__call__", by_size)
+    assert tiny_model().tile_sizes == (USUAL_ROWS,)

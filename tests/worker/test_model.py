@@ -44,7 +44,7 @@ def logits_of(model: Llama, tokens: list[int]) -> Tensor:
     pool = tiny_pool(model, 8)
     pages = pool.take(8)
     parts = []
-    rows_max = model.config.tile_rows
+    rows_max = model.tile_sizes[-1]
     for start in range(0, len(tokens), rows_max):
         part = range(start, min(start + rows_max, len(tokens)))
         rows = [Row(tokens[i], i, slots_of(pages, i + 1)) for i in part]

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvtier_worker.engine import Engine, block_shape
 from kvtier_worker.folding import FoldPolicy
 from kvtier_worker.governor import GovernPolicy
-from kvtier_worker.model import SMALL_TILE_ROWS, Llama, ModelConfig
+from kvtier_worker.model import Llama, ModelConfig
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.sampler import Sampling
 from kvtier_worker.scheduler import Limits
@@ -22,7 +22,6 @@ from kvtier_worker.tile import Row, Slots, build_tile
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
-TILE_ROWS = SMALL_TILE_ROWS
 HF_CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 256,
@@ -115,8 +114,8 @@ def slots_of(pages: list[int], entries: int) -> Slots:
 
 
 def forward(model: Llama, pool: PagedPool, rows: list[Row]) -> Tensor:
-    """The logits of one tile. Shapes: [model.config.tile_rows, vocab]."""
-    tile = build_tile(rows, model.config.tile_rows, pool.scratch_slot, CPU)
+    """The logits of one tile. Shapes: [tile rows, vocab]."""
+    tile = build_tile(rows, model.tile_sizes, pool.scratch_slot, CPU)
     return model.logits(model.forward(tile, pool.kv))
 
 
