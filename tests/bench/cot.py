@@ -1,9 +1,9 @@
 """Long reasoning sessions with a fixed budget of KV: full KV, full KV with swap, folded steps.
 
 Three engines get the same problems, the same weights and the same bytes of KV, all sessions in the
-queue from the beginning, and take turns: in each round every engine goes on until as many more of
-its sessions have ended. So a slow minute hits all of them, and but for the first round and the last
-one they are in the middle of their work.
+queue from the beginning, and take turns: in each round every engine generates as many tokens. So a
+slow minute hits all of them. Figures of a whole run include its end, when the queue is empty and
+few sessions are left.
 
 python -m tests.bench.cot [--sessions N] [--rounds N]
 """
@@ -70,7 +70,7 @@ def measure(plan: Plan, sessions: int = SESSIONS, rounds: int = ROUNDS) -> list[
             policy: contest.enter(policy, stack.enter_context(_client(plan, contest)))
             for policy in POLICIES
         }
-        turns = _take_turns(entrants, len(problems), plan.rounds(rounds))
+        turns = _take_turns(entrants, plan.rounds(rounds))
         return _figures(contest, entrants, turns)
 
 
@@ -91,14 +91,12 @@ def _client(plan: Plan, contest: Contest) -> Iterator[kv.Client]:
         yield client
 
 
-def _take_turns(
-    entrants: dict[Policy, Entrant], sessions: int, rounds: int
-) -> dict[Policy, list[Turn]]:
+def _take_turns(entrants: dict[Policy, Entrant], rounds: int) -> dict[Policy, list[Turn]]:
     turns: dict[Policy, list[Turn]] = {policy: [] for policy in entrants}
     for part in range(1, rounds + 1):
         for policy, entrant in entrants.items():
             tokens, seconds = entrant.engine.clock.tokens, entrant.busy_s
-            entrant.advance(sessions * part // rounds)
+            entrant.advance(part / rounds)
             turn = Turn(entrant.engine.clock.tokens - tokens, entrant.busy_s - seconds)
             turns[policy].append(turn)
             print(
@@ -118,11 +116,13 @@ def _figures(
     what = f"{sessions} sessions of {size.tokens} tokens in a pool of {contest.budget_tokens}"
     figures = [
         Figure("cot.concurrency_x", fold.mean_running / full.mean_running, 6, note=what),
-        middle("cot.throughput_x", _ratios(turns, Policy.UNFOLD), 5.3),
+        Figure("cot.throughput_x", _speed_x(entrants, Policy.UNFOLD), 5.3, note="of whole runs"),
+        middle("cot.rounds.throughput_x", _ratios(turns, Policy.UNFOLD)),
         Figure("cot.recomputed_tokens", fold.recomputed_tokens, 0, "lower"),
         Figure("cot.bound_x", bound(size, KEEP), note="most that concurrency_x can be"),
         Figure("cot.swap.concurrency_x", swap.mean_running / full.mean_running),
-        middle("cot.swap.throughput_x", _ratios(turns, Policy.SWAP)),
+        Figure("cot.swap.throughput_x", _speed_x(entrants, Policy.SWAP)),
+        middle("cot.swap.rounds.throughput_x", _ratios(turns, Policy.SWAP)),
         Figure("cot.swap.recomputed_tokens", swap.recomputed_tokens),
     ]
     names = {Policy.FULL: "full", Policy.SWAP: "swap", Policy.UNFOLD: "fold"}
@@ -150,6 +150,14 @@ def _own_figures(name: str, run: RunFigures, entrant: Entrant) -> list[Figure]:
     if name == "cot.full":
         figures.append(Figure(f"{name}.recomputed_tokens", run.recomputed_tokens))
     return figures
+
+
+def _speed_x(entrants: dict[Policy, Entrant], policy: Policy) -> float:
+    one, other = (
+        entrant.engine.clock.tokens / entrant.busy_s
+        for entrant in (entrants[policy], entrants[Policy.FULL])
+    )
+    return one / other
 
 
 def _ratios(turns: dict[Policy, list[Turn]], policy: Policy) -> list[float]:

@@ -91,10 +91,11 @@ class Entrant:
     sequences: list[Sequence]
     busy_s: float = 0.0
 
-    def advance(self, finished: int) -> None:
-        """Go on until so many sessions have ended."""
+    def advance(self, share: float) -> None:
+        """Go on until such a share of all tokens has been generated; with 1, to the end."""
         began_s = perf_counter()
-        while len(self.engine.finished) < finished and self.engine.step():
+        tokens = share * sum(s.end_tokens - s.prompt_tokens for s in self.sequences)
+        while (share >= 1 or self.engine.clock.tokens < tokens) and self.engine.step():
             pass
         self.busy_s += perf_counter() - began_s
 
