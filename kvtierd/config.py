@@ -298,9 +298,10 @@ def _expected(kind: Any) -> str:
 
 def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, Section):
-        for field in msgspec.structs.fields(value):
-            key = f"{path}.{field.encode_name}" if path else field.encode_name
-            yield from _leaves(getattr(value, field.name), key)
+        for field, name in zip(
+            value.__struct_fields__, value.__struct_encode_fields__, strict=True
+        ):
+            yield from _leaves(getattr(value, field), f"{path}.{name}" if path else name)
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")

@@ -122,10 +122,10 @@ def parse_slabs(region: bytes, superblock: Superblock) -> SlabTable:
     sane &= (columns["block_bytes"] > 0) & (columns["block_bytes"] <= slot_bytes)
     if superblock.kind is Kind.ARENA:
         sane &= columns["tenant"] == superblock.tenant
-    written = np.frombuffer(region, np.uint64).reshape(-1, 8).any(axis=1)
+    written = np.zeros(len(columns), np.bool_)
     intact = np.zeros(len(columns), np.bool_)
-    for slab in np.flatnonzero(written).tolist():
-        intact[slab] = _is_intact(region[slab * RECORD_BYTES : (slab + 1) * RECORD_BYTES])
+    for slab, record in _written(region):
+        written[slab], intact[slab] = True, _is_intact(record)
     in_use = intact & sane
     return SlabTable(in_use, written & ~in_use, columns)
 
@@ -148,9 +148,8 @@ def pack_client(record: ClientRecord) -> bytes:
 def parse_clients(region: bytes) -> list[ClientRecord]:
     """The live clients whose records check out."""
     found = []
-    for index in range(len(region) // RECORD_BYTES):
-        record = region[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
-        if record == FREE_RECORD or not _is_intact(record):
+    for index, record in _written(region):
+        if not _is_intact(record):
             continue
         fields = _CLIENT.unpack(record[:_SUMMED_BYTES])
         state, pid, start_time, uid, member, group, secret_hash = fields
@@ -172,15 +171,19 @@ def parse_keys(region: bytes) -> tuple[list[KeyRecord], set[int]]:
     """The data keys that check out, of all copies of the table (a number may come twice); and the
     numbers of which no copy does."""
     found, written = [], set()
-    for place in range(len(region) // RECORD_BYTES):
-        record = region[place * RECORD_BYTES : (place + 1) * RECORD_BYTES]
-        if record == FREE_RECORD:
-            continue
+    for place, record in _written(region):
         written.add(place % KEYS_MAX)
         state, number, generation, wrapped = _KEY.unpack(record[:_SUMMED_BYTES])
         if _is_intact(record) and state == _LIVE and number == place % KEYS_MAX:
             found.append(KeyRecord(number, generation, wrapped))
     return found, written - {record.number for record in found}
+
+
+def _written(region: bytes) -> Iterator[tuple[int, bytes]]:
+    """The records of a table that are not free, by their places."""
+    words = np.frombuffer(region, np.uint64).reshape(-1, RECORD_BYTES // 8)
+    for place in np.flatnonzero(words.any(axis=1)).tolist():
+        yield place, region[place * RECORD_BYTES : (place + 1) * RECORD_BYTES]
 
 
 def _checksum(head: bytes) -> bytes:

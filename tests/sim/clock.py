@@ -9,7 +9,7 @@ import contextlib
 import heapq
 import random
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from contextvars import Context
 from typing import Any
@@ -25,7 +25,6 @@ class Sim:
     """The clock, the loops of all processes, and the seed's dice."""
 
     def __init__(self, seed: int) -> None:
-        _ages.clear()
         self.random = random.Random(seed)
         self.now_s = 1000.0
         self.stuck_until_s = 0.0
@@ -35,6 +34,8 @@ class Sim:
         self.steps = 0
         self.digest = 0
         """Sums up what ran when: the same for two runs of one seed."""
+        self.counts: Counter[str] = Counter()
+        """What has happened, by kind."""
         self.loops: list[SimLoop] = []
         self.timers: list[tuple[float, int, SimLoop, asyncio.TimerHandle]] = []
         self.failure: BaseException | None = None
@@ -295,6 +296,11 @@ THREAD_DELAYS_S = [*[0.0001] * 6, *[0.001] * 4, 0.02, 0.02, 0.3]
 
 
 _ages: dict[int, tuple[object, int]] = {}  # by address; keeps what it knows
+
+
+def forget_ages() -> None:
+    """A run is over: nothing that it had is asked for its hash any more."""
+    _ages.clear()
 
 
 def hash_by_age(thing: object) -> int:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 GAPS = [(0.02, 0.05, 0.15), (0.05, 0.15, 0.4)]
 """Steps from one stroke to the next, as parts of the history."""
+GAP_STEPS = 40
+"""And so many more: what happens in between is what is struck."""
 STUCK_S = (2.0, 15.0, 60.0)
+"""In a brief history never so long that little but its end would happen meanwhile."""
 JUMPS_S = (-86400.0 * 30, -60.0, 3600.0, 86400.0 * 30)
 
 
@@ -25,7 +28,9 @@ class Fate:
 
     def __init__(self, history: "History") -> None:
         self.history, self.host, self.sim = history, history.host, history.sim
-        self._gaps = [int(part * history.steps) + 5 for part in self.sim.random.choice(GAPS)]
+        self._gaps = [
+            int(part * history.steps) + GAP_STEPS for part in self.sim.random.choice(GAPS)
+        ]
         self._next = self.sim.random.choice(self._gaps)
         self._strokes = [
             (5, self.kill_daemon), (7, self.kill_in_call), (3, self.reboot), (2, self.host.stop),
@@ -56,9 +61,11 @@ class Fate:
 
     def kill_client(self) -> None:
         """SIGKILL of a client."""
-        self.history.counts["clients killed"] += 1
-        self.sim.random.choice(self.history.living).loop.kill()
-        self.history.bury()
+        living = self.history.living
+        if living:
+            self.history.counts["clients killed"] += 1
+            self.sim.random.choice(living).loop.kill()
+            self.history.bury()
 
     def stop_process(self) -> None:
         """SIGSTOP, for longer than a lease lives."""
@@ -97,7 +104,8 @@ class Fate:
     def stick(self) -> None:
         """The disk ends nothing for a while."""
         self.history.counts["disk stuck"] += 1
-        until_s = self.sim.now_s + self.sim.random.choice(STUCK_S)
+        choices = STUCK_S[: 2 if self.history.brief else 3]
+        until_s = self.sim.now_s + self.sim.random.choice(choices)
         self.sim.stuck_until_s = max(self.sim.stuck_until_s, until_s)
 
     def jump(self) -> None:

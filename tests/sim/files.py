@@ -7,7 +7,6 @@ take any part of it. Whatever a fault may have destroyed is noted in `hurt`.
 
 import errno
 import os
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ class Medium:
         self.sim = sim
         self.hurt: set[int] = set()
         """Values whose bytes the medium may have lost."""
-        self.counts: Counter[str] = Counter()
+        self.counts = sim.counts
         self.rate = 0.0
         """How likely a fault is in one call."""
         self.start_rate = 0.0

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import shutil
 import sqlite3
 import sys
@@ -16,19 +17,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import kvtierd.daemon
 import kvtierd.restore
 import kvtierd.server
 import kvtierd.start
 import kvtierd.tiers.headers
+import kvtierd.tiers.memory
 import kvtierd.tiers.spill
 import kvtierd.turns
 from kvtier_client import link, looping
 from kvtierd.connection import Connection
 from kvtierd.core.leases import Group, Peer
+from kvtierd.core.slabs import QUARANTINED
 from kvtierd.core.tree import Node
 from kvtierd.core.validate import validate
 from kvtierd.core.world import World
@@ -44,19 +47,21 @@ from tests.sim.clock import Failure, Secrets, Sim, SimLoop, Times, hash_by_age
 from tests.sim.files import HeaderCalls, Medium
 from tests.sim.parts import SimCatalogWriter, SimKeeper, SimPool, settings, with_encryption
 
-FAULT_RATES = [0.003, 0.01, 0.03]
+FAULT_RATES = [0.003, 0.01, 0.03, 0.1]
+"""How likely a fault is in one call, drawn from the seed; higher ones in brief histories."""
 RETURN_S = 5.0
 """After a start, all clients are back by then."""
 CHECK_EVERY = 8
 """The books are recounted after so many events of the core that changed something."""
-TICKS_S = [0.05, 0.25, 0.5]
-"""How often the daemon looks at its clock, drawn from the seed; seldom, as each look is a step."""
+TICKS_S = [0.25, 0.5, 0.05]
+"""How often the daemon looks at its clock, drawn from the seed; seldom, as each look is a step, and
+in a brief history never often."""
 
 
 class Host:
     """The machine, its daemon's lives, and its processes."""
 
-    def __init__(self, sim: Sim) -> None:
+    def __init__(self, sim: Sim, *, brief: bool) -> None:
         self.sim = sim
         self.network = net.Network(sim)
         self.medium = Medium(sim)
@@ -71,7 +76,7 @@ class Host:
         self.daemon: Daemon | None = None
         self.serving: Any = None
         self.faults = self.begun = False
-        self.fault_rate = sim.random.choice(FAULT_RATES)
+        self.fault_rate = sim.random.choice(FAULT_RATES[1:] if brief else FAULT_RATES[:-1])
         self.disturbed_s = 0.0
         """Until when some clients had or have no daemon that serves them."""
         self._was_up = False
@@ -80,9 +85,9 @@ class Host:
         self.killed_at: Counter[str] = Counter()
         """After which callbacks, and at which awaits, the daemon was killed."""
         self.snapshots: list[bytes] = []
-        self.counts: Counter[str] = Counter()
+        self.counts = sim.counts
         self.check_every = CHECK_EVERY
-        self.tick_s = sim.random.choice(TICKS_S)
+        self.tick_s = sim.random.choice(TICKS_S[: 2 if brief else 3])
         self.slice_s = sim.random.choice((0.0, kvtierd.turns.SLICE_S))
         """0: every request waits for its turn."""
         self._checked_s = 0.0
@@ -125,7 +130,7 @@ class Host:
             medium.start_rate = 0.1
         self.daemon = self.parts = None
         encrypted = self.sim.random.choice(self._encrypted)
-        self.config = with_encryption(self.config, self.base, enabled=encrypted)
+        self.config = with_encryption(self.config, enabled=encrypted)
         self.loop.call_soon(self._start)
 
     def _start(self) -> None:
@@ -143,6 +148,8 @@ class Host:
         finally:
             self.medium.start_rate = 0.0
         self.begun = True
+        for kind in ("sessions", "orphans", "blocks", "lost"):
+            self.counts[f"start found: {kind}"] += getattr(self.parts.outcome, kind)
         self.medium.geometry = self.parts.spill_files.geometry
         self.parts.close_locks = _once(self.parts.close_locks)
         self.daemon = Daemon(self.config, self.parts, None, keep_memory=True)
@@ -175,6 +182,7 @@ class Host:
 
     def _bury(self) -> None:
         """Close what the daemon's process had open, without a word to anybody."""
+        self._count_life()
         parts, self.daemon = self.parts, None
         if parts is None:
             return
@@ -232,8 +240,16 @@ class Host:
         if task.exception() is not None:
             self.sim.failure = task.exception()
         self.loop.kill()
+        self._count_life()
         self.daemon = None
         self.sim.outside.call_later(self.sim.random.uniform(0.01, 0.3), self.boot)
+
+    def _count_life(self) -> None:
+        """What the daemon has counted in this life."""
+        if self.daemon is not None:
+            for kind, count in self.daemon.state.world.counters.items():
+                if not kind.endswith("_bytes"):
+                    self.counts[f"daemon: {kind}"] += count
 
     # ------------------------------------------------------------- invariants
 
@@ -269,8 +285,12 @@ class Host:
     def recount(self) -> None:
         """All tables of the core against each other."""
         if self.daemon is not None:
+            world = self.daemon.state.world
             self.counts["recounts"] += 1
-            validate(self.daemon.state.world)
+            self.counts["recounts with slots in quarantine"] += any(
+                part.counts[QUARANTINED] for pool in world.pools for part in (pool.dram, pool.nvme)
+            )
+            validate(world)
 
     # ---------------------------------------------------------------- the end
 
@@ -288,22 +308,25 @@ class Host:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Put the simulated parts in place of sockets, threads, clock and keeper."""
-        times, secrets = Times(self.sim), Secrets(self.sim)
+        times, drawn = Times(self.sim), Secrets(self.sim)
         with contextlib.ExitStack() as stack:
 
             def put(owner: Any, name: str, value: Any) -> None:
-                stack.enter_context(mock.patch.object(owner, name, value))
+                if name in vars(owner):
+                    stack.callback(setattr, owner, name, vars(owner)[name])
+                else:
+                    stack.callback(delattr, owner, name)
+                setattr(owner, name, value)
 
             for logger in map(logging.getLogger, ("kvtier_client", "kvtierd")):
                 stack.callback(logger.setLevel, logger.level)
                 logger.setLevel(logging.CRITICAL)  # thousands of faults are meant to happen
 
-            for name, module in list(sys.modules.items()):
-                if name.partition(".")[0] in ("kvtierd", "kvtier_client"):
-                    if getattr(module, "time", None) is time:
-                        put(module, "time", times)
-                    if getattr(getattr(module, "secrets", None), "__name__", "") == "secrets":
-                        put(module, "secrets", secrets)
+            for module in _users(len(sys.modules)):
+                if vars(module).get("time") is time:
+                    put(module, "time", times)
+                if vars(module).get("secrets") is secrets:
+                    put(module, "secrets", drawn)
             for module in (kvtierd.server, kvtierd.daemon, kvtierd.restore):
                 put(module, "process_start_time", self.start_time)
             put(kvtierd.server, "_bind", self.network.listen)
@@ -314,6 +337,7 @@ class Host:
             put(kvtierd.start, "open_keeper", lambda *_: SimKeeper(self.kept))
             put(kvtierd.start, "open_spill", functools.partial(open_spill, kernel=self.medium))
             put(kvtierd.tiers.spill, "WorkPool", SimPool)
+            put(kvtierd.tiers.memory, "require_memory", lambda *_: None)
             put(kvtierd.turns, "SLICE_S", self.slice_s)
             put(kvtierd.tiers.headers, "os", HeaderCalls(self.medium))
             put(ArenaHeaders, "write_bodies", self._store(ArenaHeaders.write_bodies))
@@ -350,6 +374,16 @@ class Host:
                 self.medium.call()
 
         return store
+
+
+@functools.lru_cache(maxsize=1)
+def _users(loaded: int) -> list[ModuleType]:
+    """Modules of daemon and client that use a clock or secrets; found anew as others are loaded."""
+    names = [x for x in sys.modules if x.partition(".")[0] in ("kvtierd", "kvtier_client")]
+    return [
+        module for module in map(sys.modules.__getitem__, names)
+        if vars(module).keys() & {"time", "secrets"}
+    ]  # fmt: skip
 
 
 Books = tuple[Any, ...]

@@ -4,16 +4,17 @@ A `Talk` listens to each connection: every request has one reply, or its connect
 """
 
 import asyncio
+import functools
 import os
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvtier_client import admin_wire, wire
+from kvtier_client import admin_wire, errors, wire
 
 if TYPE_CHECKING:
     from tests.sim.clock import Sim, SimLoop
@@ -52,17 +53,21 @@ def unwatch_process(fd: int) -> None:
         process.watchers.pop(fd, None)
 
 
+@functools.cache
+def _decoders(admin: bool) -> tuple[msgspec.msgpack.Decoder[Any], msgspec.msgpack.Decoder[Any]]:
+    """Of requests and of replies."""
+    asked: Any = admin_wire.AdminRequest if admin else wire.ClientRequest
+    return msgspec.msgpack.Decoder(asked), msgspec.msgpack.Decoder(wire.AnyReply | wire.Push)
+
+
 class Talk:
     """What was asked and answered on one connection."""
 
-    def __init__(self, admin: bool) -> None:
+    def __init__(self, admin: bool, counts: Counter[str]) -> None:
         self.open: set[int] = set()
-        self.answered = 0
+        self.counts = counts
         self._parts = {True: bytearray(), False: bytearray()}
-        self._requests = msgspec.msgpack.Decoder(
-            admin_wire.AdminRequest if admin else wire.ClientRequest
-        )
-        self._replies = msgspec.msgpack.Decoder(wire.AnyReply | wire.Push)
+        self._requests, self._replies = _decoders(admin)
 
     def hear(self, data: Any, from_client: bool) -> None:
         """Bytes were sent."""
@@ -76,6 +81,7 @@ class Talk:
             del part[: 4 + length]
             if from_client:
                 request = self._requests.decode(body)
+                self.counts["requests"] += 1
                 if not getattr(request, "oneway", 0):
                     self.open.add(request.id)
             else:
@@ -87,7 +93,8 @@ class Talk:
         if reply.id not in self.open:
             raise Broken(f"a reply that nobody waits for, or the second one: {reply}")
         self.open.remove(reply.id)
-        self.answered += 1
+        if isinstance(reply, wire.Error):
+            self.counts[f"reply {errors.BY_CODE[reply.code].__name__}"] += 1
 
 
 class Network:
@@ -164,7 +171,7 @@ class SimSocket:
             raise ConnectionRefusedError(111, "Connection refused")
         other = SimSocket(self.network, listener.loop)
         self.peer, other.peer, self.asks = other, self, True
-        self.talk = other.talk = Talk(listener.admin)
+        self.talk = other.talk = Talk(listener.admin, self.sim.counts)
         self.network.talks[self] = self.talk
         listener.arrive(other)
 

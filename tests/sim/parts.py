@@ -41,6 +41,7 @@ def settings(sim: Sim, base: str) -> configuration.Config:
                 "huge_pages": "off", "mlock": "off", "prefault": False,
             },
             "spill": {
+                "encryption": {"enabled": False, "key": _key(base)},
                 "capacity_bytes": f"{spill * SLAB_BYTES}B", "slab_bytes": f"{SLAB_BYTES}B",
                 "direct_io": "off", "durability": pick(["process", "power"]), "io_threads": 2,
                 "queue_bytes": f"{pick([4, 16, 64]) * PAGE}B",
@@ -60,19 +61,24 @@ def settings(sim: Sim, base: str) -> configuration.Config:
     )  # fmt: skip
 
 
-def with_encryption(
-    config: configuration.Config, base: str, *, enabled: bool
-) -> configuration.Config:
+def with_encryption(config: configuration.Config, *, enabled: bool) -> configuration.Config:
     """The same, with spill files that are encrypted from the next start on, or are not."""
-    key = f"{base}/key"
-    if not os.path.exists(key):
-        fd = os.open(key, os.O_WRONLY | os.O_CREAT, 0o600)
-        os.write(fd, bytes(range(32)))
-        os.close(fd)
-    encryption = configuration.EncryptionConfig(enabled=enabled, key=key)
+    spill = config.spill
+    if spill.encryption.enabled == enabled:
+        return config
+    encryption = msgspec.structs.replace(spill.encryption, enabled=enabled)
     return msgspec.structs.replace(
-        config, spill=msgspec.structs.replace(config.spill, encryption=encryption)
+        config, spill=msgspec.structs.replace(spill, encryption=encryption)
     )
+
+
+def _key(base: str) -> str:
+    """A file with a master key."""
+    path = f"{base}/key"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.write(fd, bytes(range(32)))
+    os.close(fd)
+    return path
 
 
 class SimPool:
@@ -148,6 +154,7 @@ class SimCatalogWriter(CatalogWriter):
 
     def _apply(self, ops: Any) -> Any:
         if self.rate and self._loop.sim.chance(self.rate):
+            self._loop.sim.counts["catalog ENOSPC"] += 1
             return CatalogFull("cannot change the catalog", "no space left", "make room")
         return super()._apply(ops)
 

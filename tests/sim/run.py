@@ -1,6 +1,7 @@
 """One seed's history: clients at work, fate at play, then everything is read, and drained."""
 
 import contextlib
+import functools
 import gc
 import random
 import signal
@@ -15,9 +16,9 @@ from kvtier_client import errors
 from kvtier_client.aio import AsyncClient, AsyncSession
 from tests.model import white_box
 from tests.sim.actor import Actor
-from tests.sim.clock import Failure, Sim, SimLoop
+from tests.sim.clock import Failure, Sim, SimLoop, forget_ages
 from tests.sim.fate import Fate
-from tests.sim.hand import KEYED, KEYS, LAYOUTS
+from tests.sim.hand import KEYED, KEYS
 from tests.sim.host import Host
 from tests.sim.parts import UIDS
 from tests.sim.truth import Truth
@@ -29,6 +30,8 @@ SHORTEST = 50
 BRIEF = 500
 """Histories of fewer steps have less of everything: whoever comes must also come to rest."""
 CLIENTS = 3
+WIND_DOWN_STEPS = 300
+"""While everybody ends what he is at, fate strikes for as long."""
 PATIENCE_S = 600.0
 """Simulated time in which a quiet system must have come to its end."""
 HISTORY_MAX_S = 600
@@ -54,17 +57,19 @@ class History:
         self.seed, self.steps = seed, steps
         self.sim = Sim(seed)
         self.truth = Truth()
-        self.host = Host(self.sim)
-        brief = steps < BRIEF
-        self.clients = CLIENTS - 1 if brief else CLIENTS
-        self.crews = (1, 1, 1, 2) if brief else (1, 1, 2, 3)
+        self.brief = steps < BRIEF
+        self.host = Host(self.sim, brief=self.brief)
+        self.clients = CLIENTS - 1 if self.brief else CLIENTS
+        self.crews = (1, 1, 1, 2) if self.brief else (1, 1, 2, 3)
         """How many actors a client has, to draw from."""
         self.workers: list[Worker] = []
         self.read: dict[bytes, AsyncSession] = {}
         """Sessions whose blocks were all read at the end, by their tokens."""
         self.bereaved: set[bytes] = set()
         """Groups of which a process was killed."""
-        self.counts: Counter[str] = Counter()
+        self.counts = self.sim.counts
+        self.ending = False
+        """Nobody begins anything new."""
         self.fate = Fate(self)
 
     def run(self) -> None:
@@ -77,6 +82,7 @@ class History:
             finally:
                 self._count()
                 self.host.close()
+                forget_ages()
                 if collecting:
                     gc.enable()
 
@@ -95,10 +101,13 @@ class History:
             self.fate.after()
 
         sim.run_until(lambda: sim.steps >= end, 1e9, after)
+        self._wind_down()
+        end += WIND_DOWN_STEPS
+        sim.run_until(lambda: sim.steps >= end or self._quiet(), 1e9, after)
+        self.counts["requests while fate strikes"] = self.counts["requests"]
         self._finish()
 
     def _count(self) -> None:
-        self.counts += self.host.counts + self.host.medium.counts
         self.counts["steps"] += self.sim.steps
         self.counts["seeds"] += 1
         self.counts["operations"] += sum(a.done for w in self.workers for a in w.actors)
@@ -107,10 +116,11 @@ class History:
 
     def crowd(self) -> None:
         """See to it that there are clients."""
-        while len(self.living) < self.clients:
+        while len(self.living) < self.clients and not self.ending:
             self.spawn()
         if self.probe.loop.dead:
             self.probe = Probe(self, self.probe.token)
+            self.probe.stopping = self.ending
 
     def spawn(self, tenant: str | None = None, actors: int | None = None) -> Worker:
         """A client process begins, in a group of its own or with others."""
@@ -171,21 +181,25 @@ class History:
 
     # ------------------------------------------------------------------- end
 
+    def _wind_down(self) -> None:
+        """Everybody ends what he is at, while fate still strikes."""
+        self.ending = self.probe.stopping = True
+        for worker in self.living:
+            for actor in worker.actors:
+                actor.stopping = True
+
     def _finish(self) -> None:
         """All comes to rest; all that must be there is read; all that was taken comes back."""
         sim, host = self.sim, self.host
         host.set_faults(False)
         host.medium.calls_left = -1
-        self.probe.stopping = True
-        for worker in self.living:
-            for actor in worker.actors:
-                actor.stopping = True
         sim.run_until(self._quiet, PATIENCE_S, host.check)
         self._all(self.living, self._close)
         for worker in self.living:
             if worker.group in self.bereaved:
                 worker.loop.kill()  # what the dead one leased stays its group's
-        last = [self.spawn(tenant, actors=0) for tenant in UIDS]
+        tenants = {session.tenant for session in self.truth.sessions}
+        last = [self.spawn(tenant, actors=0) for tenant in UIDS if tenant in tenants]
         self._all(last, self._verify)
         self._all(last, self._drain)
         self._all(last, self._close)
@@ -205,9 +219,11 @@ class History:
         )
 
     def _quiet(self) -> bool:
-        tasks = [self.probe.task, *(task for worker in self.living for task in worker.tasks)]
-        awake = self.host.up and self.sim.now_s > self.sim.stuck_until_s
-        return awake and all(task is not None and task.done() for task in tasks)
+        probe = self.probe.task
+        if probe is None or not probe.done() or self.sim.now_s <= self.sim.stuck_until_s:
+            return False
+        tasks = (task for worker in self.living for task in worker.tasks)
+        return self.host.up and all(task.done() for task in tasks)
 
     def _all(self, workers: list[Worker], step: Callable[[Worker], Any]) -> None:
         """Have all of them take a step; it must succeed."""
@@ -243,8 +259,6 @@ class History:
         self.counts["blocks verified at the end"] += actor.done
 
     async def _drain(self, worker: Worker) -> None:
-        for each in LAYOUTS:
-            await worker.client.register_layout(each)
         for session in self.truth.sessions:
             if session.tenant == worker.tenant:
                 try:
@@ -266,6 +280,7 @@ class Outcome:
 
     counts: Counter[str]
     killed_at: Counter[str]
+    digest: int
     seed: int = 0
     problem: str = ""
 
@@ -274,6 +289,7 @@ def run_seeds(first: int, stop: int, longest: int, check_every: int = 0) -> Outc
     """Run the histories of seeds `first .. stop`, up to the first that fails."""
     counts: Counter[str] = Counter()
     killed_at: Counter[str] = Counter()
+    digest = 0
     for seed in range(first, stop):
         history = History(seed, length_of(seed, longest))
         history.host.check_every = check_every or history.host.check_every
@@ -281,15 +297,22 @@ def run_seeds(first: int, stop: int, longest: int, check_every: int = 0) -> Outc
         try:
             history.run()
         except BaseException:
-            return Outcome(counts + history.counts, killed_at, seed, traceback.format_exc())
+            return Outcome(counts + history.counts, killed_at, digest, seed, traceback.format_exc())
         finally:
             signal.alarm(0)
         counts += history.counts
         killed_at += history.host.killed_at
+        digest ^= history.sim.digest
+        del history
         gc.collect()
-        if not gc.get_freeze_count():
-            gc.freeze()  # modules stay: the next collections need not look at them
-    return Outcome(counts, killed_at)
+        _freeze()
+    return Outcome(counts, killed_at, digest)
+
+
+@functools.cache
+def _freeze() -> None:
+    """Modules stay: the next collections need not look at them."""
+    gc.freeze()
 
 
 def length_of(seed: int, longest: int) -> int:
