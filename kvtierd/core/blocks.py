@@ -81,6 +81,16 @@ def span(places: NDArray[np.int64]) -> Places:
     return places
 
 
+def not_none(places: NDArray[np.int64]) -> tuple[NDArray[np.int64], Places]:
+    """Those places that are not NONE, and the same as an index."""
+    n, at = len(places), span(places)
+    if at is places and (n != 1 or places.item() == NONE):  # no slice, which has no NONE
+        there = places != NONE
+        if np.count_nonzero(there) < n:
+            at = places = places[there]
+    return places, at
+
+
 class Use(NamedTuple):
     """The columns that matter to a reader of one row."""
 

@@ -23,6 +23,7 @@ from kvtierd.core.blocks import (
     Places,
     Rows,
     Slots,
+    not_none,
     span,
 )  # fmt: skip
 from kvtierd.core.slabs import (
@@ -49,6 +50,8 @@ MISMATCH: Final = 1
 IO_ERROR: Final = 2
 CANCELLED: Final = 3
 
+_KEPT, _BUSY = int(U_KEPT), int(U_BUSY)
+
 
 def batch_blocks(pool: Pool) -> int:
     """How many blocks of a pool are moved together."""
@@ -70,20 +73,23 @@ class Copies:
             self.drop_of(pool, mine)
         return len(rows)
 
-    def drop_of(self, pool: Pool, rows: Rows) -> None:
-        """The same for rows of one pool."""
+    def drop_of(self, pool: Pool, rows: Rows) -> int:
+        """The same for rows of one pool, NONE among them; returns how many there were."""
         world, table = self.world, self.world.table
-        at, n = span(rows), len(rows)
+        rows, at = not_none(rows)
+        n = len(rows)
+        if not n:
+            return 0
         use = table.use[at]
-        first = use[0]
+        first = use.item(0)
         if np.count_nonzero(use == first) == n:  # as nearly always
-            kept, idle = n * bool(first & U_KEPT), not first & U_BUSY
+            kept, idle = n * bool(first & _KEPT), not first & _BUSY
         else:
             kept, idle = int(np.count_nonzero(use & U_KEPT)), not np.count_nonzero(use & U_BUSY)
         pool.held -= kept
         if idle:
             self._free_rows(pool, rows, at)
-            return
+            return n
         busy = (use & U_BUSY) != 0
         doomed, rest = rows[busy], rows[~busy]
         table.flags[doomed] = (table.flags[doomed] & ~np.uint8(F_HELD)) | F_DOOMED
@@ -91,18 +97,18 @@ class Copies:
         world.doomed += len(doomed)
         if len(rest):
             self._free_rows(pool, rest, rest)
+        return n
 
     def _free_rows(self, pool: Pool, rows: Rows, at: Places) -> None:
-        table, n = self.world.table, len(rows)
-        dram, nvme = table.dram[at], table.nvme[at]
-        in_dram = dram != NONE
-        if np.count_nonzero(nvme == NONE) < n:
+        table = self.world.table
+        dram = table.dram[at]
+        if pool.nvme.counts[READY]:  # else none of its rows has a copy there
+            nvme = table.nvme[at]
             in_nvme = nvme != NONE
-            pool.clean -= int(np.count_nonzero(in_dram & in_nvme))
-            self.clear(pool, nvme[in_nvme])
-        slots = dram if np.count_nonzero(in_dram) == n else dram[in_dram]
-        if len(slots):
-            pool.tenant.arena.free(pool.dram, slots, READY)
+            if np.count_nonzero(in_nvme):
+                pool.clean -= int(np.count_nonzero(in_nvme & (dram != NONE)))
+                self.clear(pool, nvme[in_nvme])
+        pool.tenant.arena.free(pool.dram, dram, READY)
         table.remove(rows)
 
     def clear(self, pool: Pool, slots: Slots, old: int = READY) -> None:

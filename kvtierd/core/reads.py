@@ -370,12 +370,7 @@ class Reads:
         self.world.counters["cancelled_prefetch_blocks"] += len(ticket.rows)
         return Done(req.id, self.world.boot, peer.acked, len(ticket.rows))
 
-    @staticmethod
-    def prefetching(tenant: Tenant) -> bool:
-        """Whether any prefetch of the tenant is under way."""
-        return any(t.prefetch for queue in (tenant.waiting, tenant.loading) for t in queue)
-
-    def cancel_prefetches(self, tenant: Tenant, sid: int, nodes: set[int] | None) -> None:
+    def cancel_prefetches(self, tenant: Tenant, sid: int, nodes: list[int] | None) -> None:
         """End the prefetches of a session's pruned nodes (None: of all its nodes)."""
         for queue in (tenant.waiting, tenant.loading):
             for ticket in [t for t in queue if t.prefetch]:

@@ -110,7 +110,7 @@ def where(world: World, rows: Rows) -> tuple[NDArray[np.bool_], ...]:
 
 
 def _session(world: World, session: Session) -> dict[str, object]:
-    rows = _rows(list(session.row_arrays()))
+    rows = _rows([rows for part in session.rows_of(session.nodes.values()) for rows in part])
     dram, nvme, lost = (int(mask.sum()) for mask in where(world, rows))
     slot_bytes = max(pool.slot_bytes for pool in session.pools)
     tokens = world.node_table.tokens

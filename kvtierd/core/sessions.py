@@ -45,7 +45,7 @@ from kvtierd.core.actions import (
     SaveNodes,
     SaveSession,
 )  # fmt: skip
-from kvtierd.core.blocks import F_LOST, NONE, Rows
+from kvtierd.core.blocks import F_LOST, NONE, not_none
 from kvtierd.core.copies import Copies
 from kvtierd.core.leases import Peer, pack_u32
 from kvtierd.core.reads import Reads
@@ -53,8 +53,8 @@ from kvtierd.core.retention import fold_infos
 from kvtierd.core.slabs import SlabPool
 from kvtierd.core.tenant import SLOT_ALIGN, Pool, Tenant
 from kvtierd.core.tree import (
-    Cuts,
     Node,
+    PartRows,
     Run,
     Session,
     node_of,
@@ -279,7 +279,7 @@ class Sessions:
     def end(self, session: Session) -> int:
         """Drop a session's blocks and holds; returns how many blocks."""
         tenant = session.tenant
-        cuts = session.cuts()
+        cut = session.rows_of(session.nodes.values())
         for number, held in session.holds.items():
             if held:
                 self.copies.unpin(self.world.pools[number], np.array(sorted(held), np.int64))
@@ -290,24 +290,18 @@ class Sessions:
         tenant.closed[session.sid] = None
         if len(tenant.closed) > CLOSED_MAX:
             del tenant.closed[next(iter(tenant.closed))]
-        count = self._drop_cut(cuts)
+        count = self._drop(session, cut)
         self._forget_nodes(list(session.nodes.values()))
         self.world.actions.append(DropSession(session))
         self.world.tombstones[tenant, session.token_hash] = 0
         self.world.counters["closed_sessions"] += 1
         return count
 
-    def _drop_cut(self, cuts: Cuts) -> int:
-        """Drop rows that lost their name, each pool's together; returns how many."""
-        by_pool: dict[Pool, list[Rows]] = {}
-        for pool, rows in cuts:
-            if len(rows):
-                by_pool.setdefault(pool, []).append(rows)
+    def _drop(self, session: Session, cut: PartRows) -> int:
+        """Drop rows that lost their name, each part's together; returns how many."""
         count = 0
-        for pool, parts in by_pool.items():
-            rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            self.copies.drop_of(pool, rows)
-            count += len(rows)
+        for pool, rows in zip(session.pools, cut, strict=True):
+            count += self.copies.drop_of(pool, np.concatenate(rows))
         return count
 
     def _forget_nodes(self, nodes: list[Node]) -> None:
@@ -355,20 +349,20 @@ class Sessions:
             count = self.prune_branch(session, node)
         else:
             node.ended = True
-            cuts = trim_to_children(node)
+            cut = trim_to_children(node)
             self.world.actions.append(SaveNodes([node]))
-            count = self._drop_cut(cuts)
+            count = self._drop(session, cut)
         self.world.counters["pruned_blocks"] += count
         return Done(req.id, self.world.boot, peer.acked, count)
 
     def prune_branch(self, session: Session, node: Node) -> int:
         """Remove a node, its subtree and what its ancestors kept only for it."""
-        gone, cuts = remove_branch(node)
-        count = self._drop_cut(cuts)
+        gone, cut = remove_branch(node)
+        count = self._drop(session, cut)
         self._forget_nodes(gone)
         ids = [each.id for each in gone]
-        if self.reads.prefetching(session.tenant):
-            self.reads.cancel_prefetches(session.tenant, session.sid, set(ids))
+        if session.tenant.waiting or session.tenant.loading:
+            self.reads.cancel_prefetches(session.tenant, session.sid, ids)
         self.world.actions.append(DropNodes(session, ids))
         return count
 
@@ -383,9 +377,9 @@ class Sessions:
         self._check_priority(req.priority)
         session.priority = req.priority
         count = 0
-        for rows in session.row_arrays():
-            there = rows[rows != NONE]
-            self.world.table.priority[there] = req.priority
+        for rows in session.rows_of(session.nodes.values()):
+            there, at = not_none(np.concatenate(rows))
+            self.world.table.priority[at] = req.priority
             count += len(there)
         self.world.actions.append(SaveSession(session))
         return Done(req.id, self.world.boot, peer.acked, count)

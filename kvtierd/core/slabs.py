@@ -13,14 +13,14 @@ A slab that was left empty stays with its pool, which may need it for what it ha
 whatever it can `spare` goes to the first pool that takes it, as unassigned slabs do.
 """
 
-import itertools
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtierd.core.blocks import Places, Slots, span
+from kvtierd.core.blocks import Places, Slots, not_none, span
 from kvtierd.sparse import sparse_zeros
 
 FREE: Final = 0
@@ -76,7 +76,7 @@ class SlabPool:
         self.quota = quota
         self.spare: Callable[[], int] = lambda: len(self.empty)  # empty slabs that others may take
         self.free: dict[int, int] = {}  # slab -> free slots, every slab of the pool
-        self.open: dict[int, None] = {}  # slabs with a free slot, in order of use
+        self.open: list[int] = []  # slabs with a free slot, the lowest first
         self.empty: dict[int, None] = {}  # slabs with free slots only
         self.draining: set[int] = set()  # slabs being emptied for another pool
         self.counts = [0] * STATES  # slots by state
@@ -139,7 +139,7 @@ class Slabs:
             self.pool_of[slab] = pool
             pool.free[slab] = counts[FREE]
             if counts[FREE]:
-                pool.open[slab] = None
+                insort(pool.open, slab)
             if counts[FREE] == pool.slots_per_slab:
                 self._emptied(pool, slab)
         if pool.quota is not None:
@@ -200,10 +200,10 @@ class Slabs:
         """The first of `n` free slots beside each other; NO_SLOT when none were found."""
         first, slab = pool.next_slot, pool.next_slot // self.max_slots
         end = slab * self.max_slots + pool.slots_per_slab
-        inside = slab in pool.open and slab not in pool.draining and first + n <= end
+        inside = pool.free.get(slab, 0) and slab not in pool.draining and first + n <= end
         if inside and not np.count_nonzero(self.words[first : first + n]):
             return first
-        for slab in itertools.islice(pool.open, GAP_SLABS):
+        for slab in pool.open[:GAP_SLABS]:
             if pool.free[slab] < n or slab in pool.draining:
                 continue
             base = slab * self.max_slots
@@ -234,10 +234,11 @@ class Slabs:
         slot = pool.next_slot
         slab = slot // self.max_slots
         words = self.word_view
-        if slab not in pool.open or slot % self.max_slots >= pool.slots_per_slab or words[slot]:
-            slab = next(iter(pool.open), NO_SLOT)
-            if slab == NO_SLOT:
+        inside = pool.free.get(slab) and slot % self.max_slots < pool.slots_per_slab
+        if not inside or words[slot]:
+            if not pool.open:
                 return NO_SLOT
+            slab = pool.open[0]
             base = slab * self.max_slots
             slot = base + int(self.words[base : base + pool.slots_per_slab].argmin())
         if pool.draining or slab in pool.empty:
@@ -255,7 +256,7 @@ class Slabs:
         left = pool.free[slab] - n
         pool.free[slab] = left
         if not left:
-            del pool.open[slab]
+            self._close(pool, slab)
 
     def _assign(self, pool: SlabPool) -> int:
         quota = pool.quota
@@ -267,7 +268,7 @@ class Slabs:
         self.words[base : base + self.max_slots] = 0  # a crash may have left some behind
         self.pool_of[slab] = pool
         pool.free[slab] = pool.slots_per_slab
-        pool.open[slab] = None
+        insort(pool.open, slab)
         self._emptied(pool, slab)
         pool.counts[FREE] += pool.slots_per_slab
         if quota is not None:
@@ -283,7 +284,8 @@ class Slabs:
 
     def _unassign(self, pool: SlabPool, slab: int) -> None:
         self._not_empty(pool, slab)
-        del pool.free[slab], pool.open[slab]
+        del pool.free[slab]
+        self._close(pool, slab)
         pool.draining.discard(slab)
         pool.counts[FREE] -= pool.slots_per_slab
         if pool.quota is not None:
@@ -291,6 +293,10 @@ class Slabs:
         self.pool_of[slab] = None
         self.free_slabs.append(slab)
         self._on_assign(slab, None)
+
+    @staticmethod
+    def _close(pool: SlabPool, slab: int) -> None:
+        del pool.open[bisect_left(pool.open, slab)]
 
     def _emptied(self, pool: SlabPool, slab: int) -> None:
         pool.empty[slab] = None
@@ -311,15 +317,18 @@ class Slabs:
         pool.counts[new] += len(values)
 
     def free(self, pool: SlabPool, slots: Slots, old: int) -> None:
-        """Give slots of one pool, all in state `old`, back. A slab left empty stays with its pool
-        until another one needs it."""
-        n, first = len(slots), slots.item(0)
+        """Give slots of one pool, all in state `old` or NONE, back. A slab left empty stays with
+        its pool until another one needs it."""
+        slots, at = not_none(slots)
+        n = len(slots)
+        if not n:
+            return
+        first = slots.item(0)
         if n == 1:
             self.word_view[first] = 0
             self.row_view[first] = 0
             self._gave(pool, first // self.max_slots, 1)
         else:
-            at = span(slots)
             self.words[at] = 0
             self.row_of[at] = 0
             if isinstance(at, slice):
@@ -329,7 +338,7 @@ class Slabs:
                     self._gave(pool, slab, inside)
             else:
                 counts = np.bincount(slots // self.max_slots)
-                slabs = np.flatnonzero(counts)
+                slabs = counts.nonzero()[0]
                 for slab, count in zip(slabs.tolist(), counts[slabs].tolist(), strict=True):
                     self._gave(pool, slab, count)
                 first = slabs.item(0) * self.max_slots
@@ -340,9 +349,11 @@ class Slabs:
             self._unassign(pool, slab)
 
     def _gave(self, pool: SlabPool, slab: int, n: int) -> None:
-        free = pool.free[slab] + n
+        free = pool.free[slab]
+        if not free:
+            insort(pool.open, slab)
+        free += n
         pool.free[slab] = free
-        pool.open[slab] = None
         if free == pool.slots_per_slab:
             self._emptied(pool, slab)
 

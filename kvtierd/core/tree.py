@@ -6,7 +6,7 @@ its own of a partly filled first page, its ancestor's page is read up to the for
 """
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -54,20 +54,11 @@ class Run:
         self.length = need
 
     def cut(self, pages: int) -> Rows:
-        """Shorten the run to end before page `pages`; returns the rows that it named there."""
-        keep = max(pages - self.start, 0)
-        if keep >= self.length:
-            return np.empty(0, np.int64)
-        gone = self.data[keep : self.length]
-        if keep:
-            gone = gone.copy()
-            self.data[keep : self.length] = NONE
-        else:  # nothing of the run is left: its memory goes to the caller
-            self.data = np.empty(0, np.int64)
-            self.view = self.data.data
-        self.length = keep
-        named = gone != NONE
-        return gone if np.count_nonzero(named) == len(gone) else gone[named]
+        """Shorten the run to end before page `pages`; returns what it had there, NONE included."""
+        keep = min(max(pages - self.start, 0), self.length)
+        gone, self.data = self.rows[keep:], self.data[:keep].copy()
+        self.view, self.length = self.data.data, keep
+        return gone
 
 
 class FoldState(enum.IntEnum):
@@ -157,19 +148,10 @@ class Session:
         """The part that `pool` is; raises ValueError when it is none of the session's."""
         return 0 if self.pools[0] is pool else self.pools.index(pool)
 
-    def cuts(self) -> "Cuts":
-        """The rows of every node, as if all of them were cut."""
-        return [
-            (pool, run.rows[run.rows != NONE])
-            for node in self.nodes.values()
-            for pool, run in zip(self.pools, node.runs, strict=True)
-        ]
-
-    def row_arrays(self) -> Iterator[Rows]:
-        """The rows of every node and part, NONE included."""
-        for node in self.nodes.values():
-            for run in node.runs:
-                yield run.rows
+    def rows_of(self, nodes: "Iterable[Node]") -> "PartRows":
+        """The rows of nodes, NONE included."""
+        nodes = list(nodes)
+        return [[node.runs[part].rows for node in nodes] for part in range(len(self.pools))]
 
 
 def session_of(peer: "Peer", sid: int) -> Session:
@@ -216,22 +198,17 @@ def rows_in(node: Node, first: int, end: int) -> Rows:
     return there
 
 
-Cuts = list[tuple["Pool", Rows]]
-"""Rows that lost their name, apart by pool; a pool may come several times."""
+PartRows = list[list[Rows]]
+"""For each part of a session arrays of rows, NONE among them."""
 
 
-def trim_to_children(node: Node) -> Cuts:
-    """Cut an ended node to its children's largest fork point; returns the rows it named beyond."""
+def trim_to_children(node: Node) -> PartRows:
+    """Cut an ended node to its children's largest fork point; returns the rows it had beyond."""
     pages = shared_pages(node)
-    return _cut(node, pages)
+    return [[run.cut(pages)] for run in node.runs]
 
 
-def _cut(node: Node, pages: int) -> Cuts:
-    pools = node.session.pools
-    return [(pool, run.cut(pages)) for pool, run in zip(pools, node.runs, strict=True)]
-
-
-def remove_branch(node: Node) -> tuple[list[Node], Cuts]:
+def remove_branch(node: Node) -> tuple[list[Node], PartRows]:
     """Take a node and its subtree out of the tree, and of its ancestors what nobody needs.
 
     An ancestor that has ended and is left without children goes too; the first that stays is
@@ -247,14 +224,15 @@ def remove_branch(node: Node) -> tuple[list[Node], Cuts]:
         del above.children[parent.id]
         parent = above
     session = node.session
-    cuts = [cut for each in gone for cut in _cut(each, 0)]
+    cut = session.rows_of(gone)
     for each in gone:
         del session.nodes[each.id]
         session.pruned.add(each.id)
         session.folds -= len(each.folds)
+        each.runs.clear()  # whoever still knows the node keeps no memory of its rows
     if parent.ended:
-        cuts += trim_to_children(parent)
-    return gone, cuts
+        cut = [mine + more for mine, more in zip(cut, trim_to_children(parent), strict=True)]
+    return gone, cut
 
 
 def resolve(node: Node, part: int, first: int, count: int) -> tuple[Rows, dict[int, int]]:

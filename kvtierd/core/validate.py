@@ -12,7 +12,7 @@ from kvtierd.core.blocks import (
     Rows,
 )
 from kvtierd.core.leases import Kind
-from kvtierd.core.slabs import QUARANTINED, WRITING, SlabPool, Slabs
+from kvtierd.core.slabs import QUARANTINED, READY, WRITING, SlabPool, Slabs
 from kvtierd.core.tenant import Pool, Tenant
 from kvtierd.core.world import World
 
@@ -52,6 +52,7 @@ def _check_counts(world: World, pool: Pool, rows: Rows) -> None:
     assert pool.held == int(kept.sum()), (pool.held, int(kept.sum()))
     both = (table.dram[rows] != NONE) & (table.nvme[rows] != NONE)
     assert pool.clean == int(both.sum()), (pool.clean, int(both.sum()))
+    assert pool.nvme.counts[READY] == int((table.nvme[rows] != NONE).sum())
 
 
 def _check_leases(world: World, pool: Pool, rows: Rows) -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvtierd.core.blocks import NONE
 from kvtierd.core.slabs import (
     FREE,
     NO_OWNER,
@@ -55,6 +56,12 @@ def test_neighbours_are_found_behind_what_is_scattered(tier: Tier) -> None:
     assert tier.take(tier.small, 2).tolist() == [1, 3], "scattered ones when no others are left"
 
 
+def test_a_request_larger_than_a_slab_is_given_neighbours_too(tier: Tier) -> None:
+    slots = tier.take(tier.small, 20)
+    tier.slabs.free(tier.small, slots[:16], WRITING)
+    assert tier.take(tier.small, 16).tolist() == list(range(16)), "a higher slab was open before"
+
+
 def test_a_request_beyond_the_payload_takes_nothing(tier: Tier) -> None:
     assert tier.slabs.alloc(tier.small, 25, WRITING, 1, 1) is None
     assert tier.assigned == []
@@ -84,6 +91,14 @@ def test_freeing_frees_these_slots_and_no_others(tier: Tier, order: list[int]) -
     kept = [i for i in range(8) if i not in order]
     assert np.flatnonzero(tier.slabs.words).tolist() == kept
     assert np.flatnonzero(tier.slabs.row_of).tolist() == kept
+    assert tier.slabs.recount(tier.small) == tier.small.counts
+
+
+def test_freeing_passes_over_what_is_no_slot(tier: Tier) -> None:
+    slots = tier.take(tier.small, 4)
+    for some in ([NONE], [NONE, slots[0]], [slots[1], NONE, slots[3]]):
+        tier.slabs.free(tier.small, np.array(some), WRITING)
+    assert np.flatnonzero(tier.slabs.words).tolist() == [2]
     assert tier.slabs.recount(tier.small) == tier.small.counts
 
 
