@@ -17,6 +17,7 @@ from kvtier_client.errors import InvalidArgument, ProtocolError
 
 Bytes = NDArray[np.uint8]
 Offsets = NDArray[np.uint64]
+_U32: Final = np.dtype("<u4")
 
 MADV_POPULATE_WRITE: Final = 23
 """Not yet named by the mmap module; Linux 5.14."""
@@ -142,6 +143,8 @@ def pack_u32(values: Any, name: str, count: int | None = None) -> bytes:
         raise InvalidArgument(f"{name} must be integers in one dimension, not {array.dtype}")
     if count is not None and len(array) != count:
         raise InvalidArgument(f"{len(array)} {name} for {count} blocks: give one for each")
+    if array.dtype == _U32:
+        return array.tobytes()
     if len(array) and (int(array.min()) < 0 or int(array.max()) > 0xFFFFFFFF):
         raise InvalidArgument(f"{name} must be in 0..2**32-1")
     return array.astype("<u4").tobytes()

@@ -297,7 +297,7 @@ class Session(SessionState):
 
         Durability: with `ack` it returns when the daemon has committed every block; the source
         pages may then be reused. `ack=False` returns when the bytes are in the arena and the
-        commits are on their way (those of single blocks wait up to half a second for company): a
+        commits are on their way (those of a few blocks wait up to half a second for company): a
         daemon killed now may still need the client to repeat them, which it does by itself, so
         keep the records only if you could not bear a refusal, and call `flush()` before you rely
         on the blocks; it raises what a commit met.

@@ -7,19 +7,23 @@ from kvtier_client import wire
 from kvtier_client.core import Unfolded
 from kvtier_client.effects import Op, call
 from kvtier_client.errors import ProtocolError
-from kvtier_client.ops import SessionCore, page_range
+from kvtier_client.ops import SessionCore, page_range, settle
+from kvtier_client.single import UNSETTLED_LIMIT
 
 
 def fold(
     session: SessionCore, node: int, pages: tuple[int, int], grace_s: float, kept: int, ack: bool
 ) -> Op[int]:
     """Let go of pages of a branch after a grace period; returns how many blocks they have."""
+    core = session.core
     first, last = page_range(pages)
     fields = (session.id, node, first, last - first, grace_s, kept)
     if not ack:
-        session.core.send_oneway(wire.Fold, *fields)
+        if core.protocol.unsettled >= UNSETTLED_LIMIT:
+            yield from settle(core, core.deadline_s)
+        core.send_oneway(wire.Fold, *fields, lazily=not core.stats.pressure)
         return 0
-    reply = yield from call(session.core, wire.Done, wire.Fold, *fields)
+    reply = yield from call(core, wire.Done, wire.Fold, *fields)
     return reply.count
 
 

@@ -39,7 +39,7 @@ LayoutRef = wire.Layout | bytes
 class SessionCore:
     """One open session, as operations see it."""
 
-    __slots__ = ("core", "created", "id", "layouts", "priority", "token")
+    __slots__ = ("closing", "core", "created", "id", "layouts", "priority", "token")
 
     def __init__(self, core: Core, token: bytes, reply: wire.SessionReply) -> None:
         self.core = core
@@ -48,6 +48,7 @@ class SessionCore:
         self.created = reply.created
         self.priority = reply.priority
         self.layouts = reply.layouts
+        self.closing = False
 
 
 # ------------------------------------------------------------- the connection
@@ -71,11 +72,8 @@ def ping(core: Core, timeout_s: float) -> Op[None]:
         pass  # a daemon that minds an unknown ticket has answered all the same
 
 
-def flush(core: Core, timeout_s: float) -> Op[None]:
-    """Return when every one-way request so far is acknowledged.
-
-    Errors: the first failure of a one-way commit since the last flush; Timeout.
-    """
+def settle(core: Core, timeout_s: float) -> Op[None]:
+    """Return when every one-way request so far is acknowledged, or has failed. Errors: Timeout."""
     deadline_s = core.now_s() + timeout_s
     pause_s = FLUSH_PAUSE_S
     with core.lock:
@@ -91,6 +89,14 @@ def flush(core: Core, timeout_s: float) -> Op[None]:
             )
         yield Pause(pause_s)
         pause_s = min(2 * pause_s, FLUSH_PAUSE_MAX_S)
+
+
+def flush(core: Core, timeout_s: float) -> Op[None]:
+    """Return when every one-way request so far is acknowledged.
+
+    Errors: the first failure of a one-way request since the last flush; Timeout.
+    """
+    yield from settle(core, timeout_s)
     with core.lock:
         failures = list(core.failures)
         core.failures.clear()
@@ -160,23 +166,31 @@ def _entered(core: Core, token: bytes, reply: wire.SessionReply) -> SessionCore:
 
 
 def close_session(session: SessionCore) -> Op[int]:
-    """End a session and drop all it owns; repeating it is harmless."""
+    """End a session and drop all it owns; repeating it is harmless.
+
+    If no answer comes in time, it is carried out later all the same, as soon as the daemon is back.
+    """
     core = session.core
     with core.lock:
         if session.id not in core.protocol.sessions:
             return 0
         before = core.stats.reconnects
+        repeated, session.closing = session.closing, True
+        pending = core.send(wire.CloseSession, session.id)
+        pending.watchers.append(lambda: _forget_closed(session, pending))
     try:
-        # Until it is closed it is resumed after a restart: else the repeat would find nothing.
-        reply = yield from call(core, wire.Done, wire.CloseSession, session.id)
-        count = reply.count
+        reply = yield from reply_of(core, pending, wire.Done)
     except UnknownSession:
-        if core.stats.reconnects == before:
+        if core.stats.reconnects == before and not repeated:
             raise
-        count = 0  # the daemon's earlier life had closed it already
-    with core.lock:
-        core.protocol.sessions.pop(session.id, None)
-    return count
+        return 0  # an earlier request or life of the daemon had closed it already
+    return reply.count
+
+
+def _forget_closed(session: SessionCore, pending: Pending) -> None:
+    # Until it is closed it is resumed after a restart: else the repeat would find nothing.
+    if pending.error is None or isinstance(pending.error, UnknownSession):
+        session.core.protocol.sessions.pop(session.id, None)
 
 
 def describe(session: SessionCore) -> Op[list[NodeState]]:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from kvtier_client.core import Core
 
 POOL_BLOCKS: Final = 16
+POOL_BLOCKS_MAX: Final = 64
+"""Slots of a pool whose slots are so small that they take `POOL_SMALL_BYTES` at most."""
+POOL_SMALL_BYTES: Final = 4 << 20
 POOL_BYTES: Final = 64 << 20
 POOL_ARENA_SHARE: Final = 32
 """A pool holds at most this fraction (1/32) of the arena."""
@@ -30,7 +33,7 @@ class SlotPool:
     def __init__(self, layout: RegisteredLayout, blocks: int) -> None:
         self.layout = layout
         self.blocks = blocks
-        self.largest = max(1, blocks // 4)
+        self.largest = max(1, blocks // 2)
         """Largest number of blocks that one swap-out takes from it."""
         self.lease: Lease | None = None
         self.refill: Pending | None = None
@@ -131,4 +134,5 @@ class SlotPool:
 def pool_blocks(slot_bytes: int, arena_bytes: int, limit: int) -> int:
     """How many slots a pool of this layout has; below 2 there is none."""
     by_size = min(POOL_BYTES, arena_bytes // POOL_ARENA_SHARE) // slot_bytes
-    return min(POOL_BLOCKS, by_size, limit)
+    wanted = min(max(POOL_BLOCKS, POOL_SMALL_BYTES // slot_bytes), POOL_BLOCKS_MAX)
+    return min(wanted, by_size, limit)

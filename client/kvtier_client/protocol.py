@@ -40,6 +40,8 @@ _GRANTED: Final = (
     wire.Reserve | wire.ReserveKeys | wire.Acquire | wire.AcquireKeys | wire.Lookup
 )  # fmt: skip
 """Requests that get a lease."""
+_GIVING: Final = wire.Abort | wire.Release | wire.CloseSession
+"""Requests that give something back."""
 R = TypeVar("R", bound=wire.Reply)
 
 
@@ -177,9 +179,10 @@ class Protocol:
     def abandon(self, pending: Pending) -> None:
         """Nobody waits for it any more: its reply is dropped, and a late grant is given back.
 
-        What gives a lease back is carried out all the same: nobody would do it again."""
+        What gives a lease or a session back is carried out all the same: nobody would do it again.
+        """
         request = pending.request
-        if pending.done or request is None or isinstance(request, wire.Abort | wire.Release):
+        if pending.done or request is None or isinstance(request, _GIVING):
             return
         if self._unsettled.pop(request.id, None) is not None and pending.sent:
             self._abandoned[request.id] = pending

@@ -23,7 +23,8 @@ SINGLE_BYTES: Final = 1 << 20
 LAZY_RELEASE_BYTES: Final = 2 << 20
 """The release of so little may wait for the next request, unless the arena is under pressure."""
 UNSETTLED_LIMIT: Final = 256
-"""Requests without answer or acknowledgement above which `ack=False` waits for them first."""
+"""Requests without answer or acknowledgement above which `ack=False` waits for them first; what
+has failed among them is told by `flush`."""
 
 
 class Single:

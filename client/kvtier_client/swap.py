@@ -23,11 +23,11 @@ from kvtier_client.leases import Lease, RegisteredLayout
 from kvtier_client.ops import (
     LayoutRef,
     SessionCore,
-    flush,
     neighbours,
     page_numbers,
     reserve,
     session_layout,
+    settle,
 )
 from kvtier_client.pool import SlotPool
 from kvtier_client.protocol import Pending
@@ -106,8 +106,14 @@ class OutJob:
             self.valid = pack_u32(self.valid, "valid", self.n)
             self.first = -1
 
-    def send_commit(self, lease: Lease, first: int, i: int, j: int) -> Pending:
-        """Name slots `first..` of a lease as blocks `i..j` of the job."""
+    def send_commit(
+        self, lease: Lease, first: int, i: int, j: int, lazily: bool = False
+    ) -> Pending:
+        """Name slots `first..` of a lease as blocks `i..j` of the job.
+
+        `lazily`: without `ack` it may wait for the next request, unless the arena is under
+        pressure.
+        """
         core, count = self.core, j - i
         pages, valid = self.pages[4 * i : 4 * j], self.valid[4 * i : 4 * j]
         if count == 1:
@@ -123,13 +129,12 @@ class OutJob:
                 valid = np.frombuffer(valid, "<u4")[order].tobytes()
             index, sums = places.tobytes(), checksums(lease, places)
         lease.named_blocks += count
-        send = core.send if self.ack else core.send_oneway
-        return send(
-            wire.Commit,
-            *(lease.id, self.session.id, self.node, index),
-            *(pages, valid, self.retention, 0, sums),
-            lease=lease,
-        )
+        names = (lease.id, self.session.id, self.node, index, pages, valid)
+        fields = (*names, self.retention, 0, sums)
+        if self.ack:
+            return core.send(wire.Commit, *fields, lease=lease)
+        lazily = lazily and not core.stats.pressure
+        return core.send_oneway(wire.Commit, *fields, lease=lease, lazily=lazily)
 
     def copy(self, lease: Lease, first: int, i: int, j: int) -> Op[None]:
         """Copy blocks `i..j` into slots `first..` of a lease."""
@@ -165,7 +170,7 @@ def swap_out(
     job.node, job.retention, job.ack, job.draw = node, retention, ack, draw
     job.copier = copier(records, n, known.block_bytes, False)
     if not ack and core.protocol.unsettled >= UNSETTLED_LIMIT:
-        yield from flush(core, core.deadline_s)
+        yield from settle(core, core.deadline_s)
     if draw is None:
         pool = pool_of(core, known)
         if pool is not None and n <= pool.largest and (yield from _out_pooled(job, pool)):
@@ -206,7 +211,7 @@ def _out_pooled(job: OutJob, pool: SlotPool) -> Op[bool]:
     lease, first = taken
     try:
         yield from job.copy(lease, first, 0, job.n)
-        pending = job.send_commit(lease, first, 0, job.n)
+        pending = job.send_commit(lease, first, 0, job.n, lazily=True)
     finally:
         with core.lock:
             pool.leave(core, lease)

@@ -268,13 +268,12 @@ class Branch:
         """End it; with the last branch the session ends."""
         family, alone = self.family, self.alone
         family.branches -= 1
-        if not family.opened:
-            for node in (self.live, self.archive):
+        if alone or not family.opened:
+            if family.opened:
+                family.session.close()
+            for node in (self.live, self.archive):  # else each parent and its heirs hold the other
                 if node.id is None:
                     node.close()
-            return
-        if alone:
-            family.session.close()
             return
         self.live.leave()
         if family.branches or len(family.session.nodes()) > 1:

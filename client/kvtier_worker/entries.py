@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.tile import Slots
@@ -102,8 +101,7 @@ class Entries:
 
     def shared_pages(self, first: int, end: int) -> int:
         """How many pages of these entries others refer to as well: what a fold has to copy."""
-        pages = np.unique(self.slots[first:end] // self._block_tokens)
-        return sum(map(self._pool.is_shared, pages.tolist()))
+        return sum(map(self._pool.is_shared, self._pages_of(self.slots[first:end])))
 
     def missing_for_fold(self, first: int, keep: int) -> int:
         """How many pages must be provided before a fold to `keep` entries from `first` on."""
@@ -115,7 +113,7 @@ class Entries:
         What they hold until then is nothing to rely on. Pages without an entry go back.
         """
         assert 0 <= first and 0 <= keep <= end - first and end <= self._length
-        self._make_private(np.unique(self.slots[first : first + keep] // self._block_tokens))
+        self._make_private(self._pages_of(self.slots[first : first + keep]))
         self._replace(first + keep, end, _NO_SLOTS)
         return self.slots[first : first + keep].copy()
 
@@ -166,9 +164,9 @@ class Entries:
         self._used.append(page)
         return np.arange(page * self._block_tokens, (page + 1) * self._block_tokens)
 
-    def _make_private(self, pages: Iterable[int] | NDArray[np.int64]) -> None:
+    def _make_private(self, pages: Iterable[int]) -> None:
         """Copy those of the pages that are shared, and stand in the copies from now on."""
-        for page in map(int, pages):
+        for page in pages:
             if not self._pool.is_shared(page):
                 continue
             copy = self._spare.pop(0)
@@ -191,8 +189,12 @@ class Entries:
         self._find_next()
 
     def _needed(self) -> set[int]:
-        slots = np.concatenate([self.slots, *self._parked.values()])
-        return set(np.unique(slots // self._block_tokens).tolist())
+        return self._pages_of(np.concatenate([self.slots, *self._parked.values()]))
+
+    def _pages_of(self, slots: Slots) -> set[int]:
+        pages = slots // self._block_tokens
+        ends = (pages[1:] != pages[:-1]).nonzero()[0]  # most neighbours are in one page
+        return {*pages[ends].tolist(), *pages[-1:].tolist()}
 
     def _find_next(self) -> None:
         self._next = int(self._data[self._length - 1]) + 1 if self._length else 0

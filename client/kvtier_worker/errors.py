@@ -18,6 +18,11 @@ WorkerError
 UntrainedFold is a warning: what is folded is an approximation for this model.
 """
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier_worker.search.outcome import SearchFigures
+
 
 class UntrainedFold(UserWarning):
     """Steps are folded for a model that was not trained to go on from what is kept of them."""
@@ -81,7 +86,11 @@ class BadSearch(WorkerError):
 
 
 class SearchFailed(WorkerError):
-    """No branch of a search came to an end that could be scored."""
+    """No branch of a search came to an end that could be scored; `figures` is what it took."""
+
+    def __init__(self, message: str, figures: "SearchFigures | None" = None) -> None:
+        super().__init__(message)
+        self.figures = figures
 
 
 class DaemonFailed(WorkerError):

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier_kernels.plans import MOVE_ENTRIES_MAX
 from kvtier_worker.errors import CannotUnfold, UnsupportedModel, UntrainedFold
 from kvtier_worker.folds import Folded, FoldOperator, StepKv, Tail, relative_error
 from kvtier_worker.lengths import StepLengths
@@ -33,6 +34,8 @@ from kvtier_worker.tile import Slots
 
 NOTES_MAX: Final = 65_536
 MEASURED_QUERIES: Final = 32
+KEEP_MAX: Final = MOVE_ENTRIES_MAX
+"""Entries that one launch moves on a GPU; the same everywhere, so that a policy runs everywhere."""
 TAIL: Final = Tail()
 
 
@@ -67,8 +70,9 @@ class AttentionTrigger:
 class FoldPolicy:
     """How one model's thoughts are folded.
 
-    `keep` entries of each step stay. Steps of the prompt are folded only with `fold_prompt`. What
-    is unfolded is folded again at the end of the step in which that happened, unless it is pinned.
+    `keep` entries of each step stay, at most `KEEP_MAX`. Steps of the prompt are folded only with
+    `fold_prompt`. What is unfolded is folded again at the end of the step in which that happened,
+    unless it is pinned.
     `longest_step_tokens` is what is taken for a step's length until enough steps have been folded;
     without it, sequences are admitted at first as if they never folded, and none is accepted that
     the pool could not hold then. With `measure` every fold's error is measured.
@@ -84,8 +88,11 @@ class FoldPolicy:
     measure: bool = False
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep is {self.keep}: a folded step needs an entry at least")
+        if not 1 <= self.keep <= KEEP_MAX:
+            raise ValueError(
+                f"keep is {self.keep}: a folded step needs an entry at least, and"
+                f" may have {KEEP_MAX}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +180,7 @@ class Folder:
         """Fold an unfolded step again; nothing happens to one that is folded."""
         step = sequence.thoughts.steps[number]
         step.wanted = step.pinned = step.away = False
+        sequence.thoughts.take_back(number, sequence.reached_tokens)
         if step.form is Form.UNFOLDED:
             self._refold(sequence, step)
 
@@ -223,11 +231,18 @@ class Folder:
         self._unfold(sequence, wanted)
 
     def give_up(self, sequence: Sequence) -> bool:
-        """There is no room for a wanted unfold: go on without; false if there is none."""
-        wanted = self._wanted(sequence)
-        if wanted is None or self._undecided(sequence) is not None:
-            return False
-        self._stay_folded(sequence, wanted)
+        """There is no room for the unfold that is due: go on without; false if it is another
+        change."""
+        thoughts = sequence.thoughts
+        if thoughts.replay and thoughts.replay[0].at <= sequence.computed_tokens:
+            if thoughts.replay[0].form is not Form.UNFOLDED:
+                return False
+            thoughts.steps[thoughts.replay.popleft().step].pinned = False
+        else:
+            wanted = self._wanted(sequence)
+            if wanted is None or self._undecided(sequence) is not None:
+                return False
+            self._stay_folded(sequence, wanted)
         self._count(crowded=1)
         return True
 

@@ -4,10 +4,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtier_kernels import gather_blocks, move_entries, scatter_blocks
+from kvtier_kernels import move_entries, scatter_blocks
 from kvtier_worker.errors import PoolTooSmall
 from kvtier_worker.model import KvPages
 from kvtier_worker.tile import Slots
@@ -71,9 +73,15 @@ class PagedPool:
         self.scratch_page = pages
         size = (pages + 1, shape.block_tokens, shape.kv_heads, shape.head_dim)
         layers = range(shape.layers)
-        self.k_pages = [torch.zeros(size, device=device) for _ in layers]
-        self.v_pages = [torch.zeros(size, device=device) for _ in layers]
+        parts = torch.zeros(shape.layers, 2, *size, device=device)
+        self.k_pages = [parts[layer, 0] for layer in layers]
+        self.v_pages = [parts[layer, 1] for layer in layers]
         self.bias_pages = [torch.zeros(size[:3], device=device) for _ in layers if biased]
+        # All K and V as rows: the part of a block record (a layer's K or V), then the slot.
+        self._rows = parts.view(-1, shape.kv_heads * shape.head_dim)
+        slots = (pages + 1) * shape.block_tokens
+        self._part_rows = np.arange(2 * shape.layers)[:, None] * slots
+        self._cpu_rows = None if self._rows.is_cuda else self._rows.numpy()
         self._free = list(range(pages - 1, -1, -1))
         self._references = [0] * pages
 
@@ -123,10 +131,6 @@ class PagedPool:
             if not self._references[page]:
                 self._free.append(page)
 
-    def read_blocks(self, pages: Seq[int], out: Tensor) -> None:
-        """Copy pages into block records. Shapes: `out` [n, *shape.record]."""
-        gather_blocks(self.k_pages, self.v_pages, self._index(pages), out)
-
     def write_blocks(self, pages: Seq[int], records: Tensor) -> None:
         """Copy block records into pages, without bias. Shapes: `records` [n, *shape.record]."""
         index = self._index(pages)
@@ -147,22 +151,30 @@ class PagedPool:
             [torch.stack((k.flatten(0, 1)[index], v.flatten(0, 1)[index])) for k, v in pairs]
         )
 
-    def read_record(self, slots: Slots, out: Tensor) -> None:
-        """Copy up to a block of entries into a record; what is behind them there is undefined.
+    def read_records(self, slots: Slots) -> NDArray[np.float32]:
+        """Single entries as block records; what is behind the last entry is a copy of it.
 
-        Shapes: `slots` [entries]; `out` [1, *shape.record].
+        Shapes: `slots` [entries]; the result is [blocks, *shape.record], in the CPU's memory.
         """
-        first, tokens = int(slots[0]), self.shape.block_tokens
-        if first % tokens == 0 and int(slots[-1]) - first == len(slots) - 1:
-            self.read_blocks([first // tokens], out)
+        blocks, tokens = self.shape.blocks(len(slots)), self.shape.block_tokens
+        whole = np.full(blocks * tokens, slots[-1])
+        whole[: len(slots)] = slots
+        index = (whole.reshape(blocks, 1, tokens) + self._part_rows).reshape(-1)
+        if self._cpu_rows is None:
+            rows = self._rows[self._index(index)].cpu().numpy()
         else:
-            out[0, :, :, : len(slots)] = self.read_entries(slots)
+            rows = self._cpu_rows.take(index, 0)
+        return rows.reshape(blocks, *self.shape.record)
 
     def move_entries(self, sources: Slots, targets: Slots) -> None:
         """Copy single entries, biases included, to other slots; the two may overlap."""
-        layers = (*self.k_pages, *self.v_pages, *self.bias_pages)
-        pools = [layer.flatten(0, 1) for layer in layers]
-        move_entries(pools, self._index(sources), self._index(targets))
+        rows, pools = self._cpu_rows, [layer.flatten(0, 1) for layer in self.bias_pages]
+        if rows is None:
+            pools += [layer.flatten(0, 1) for layer in (*self.k_pages, *self.v_pages)]
+        else:
+            rows[self._part_rows + targets] = rows[self._part_rows + sources]
+        if pools:
+            move_entries(pools, self._index(sources), self._index(targets))
 
     def write_entries(self, slots: Slots, kv: Tensor, bias: Tensor | None = None) -> None:
         """Set the K, V and bias of single entries.

@@ -178,7 +178,7 @@ def open_saved(
     if entries:
         sequence.state = State.SWAPPED
     else:
-        sequence.thoughts.lose(0)
+        sequence.thoughts.lose(0, saved.saved_tokens)
     return Opened(sequence, branch, lost)
 
 

@@ -220,7 +220,7 @@ class Scheduler:
             victim.state = State.SWAPPED
         else:
             victim.state = State.WAITING
-            victim.thoughts.lose(0)
+            victim.thoughts.lose(0, victim.saved_tokens)
 
     def _admit(self) -> bool:
         """Let in who waits, as long as there is room for a while; true if anybody came."""
@@ -257,7 +257,7 @@ class Scheduler:
             self.folder.unpacked(sequence)
             sequence.computed_tokens = sequence.saved_tokens
             return
-        sequence.computed_tokens = thoughts.lose(entries)
+        sequence.computed_tokens = thoughts.lose(entries, sequence.saved_tokens)
         sequence.kv.truncate(sequence.computed_tokens)
         if sequence.computed_tokens < entries:
             self.store.cut(sequence, sequence.computed_tokens)

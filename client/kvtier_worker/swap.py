@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Final
@@ -18,7 +19,6 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 import kvtier_client as kv
@@ -32,6 +32,8 @@ from kvtier_worker.thoughts import Archived, Step
 from kvtier_worker.tile import Slots
 
 PREFETCH_DEADLINE_S: Final = 10.0
+RECORDS_MAX: Final = 32
+"""Most blocks that are on their way between pool and arena at once, in memory of their own."""
 
 Views = Seq[NDArray[np.uint8]]
 
@@ -55,8 +57,13 @@ _KV_IS_GONE = (
 )
 """What may befall a swap-in, with the same end. Other errors are faults, to be seen."""
 
-_SESSION_IS_GONE = (errors.TransportError, errors.UnknownSession, errors.ShuttingDown)
-"""What may befall the end of a node or session; one that nobody resumes ends by itself."""
+_NOT_ENDED = (
+    errors.QuotaExceeded,
+    errors.ShuttingDown,
+    errors.TransportError,
+    errors.UnknownSession,
+)
+"""What may befall the end of a node or session: the node then stays as long as its session."""
 
 
 @dataclass(slots=True)
@@ -151,7 +158,7 @@ class DaemonStore:
         self._flush()
         try:
             branch.leave()
-        except _SESSION_IS_GONE:
+        except _NOT_ENDED:
             return
 
     def branch(self, sequence: Sequence, child: Sequence) -> None:
@@ -270,12 +277,11 @@ class DaemonStore:
         """The sequence's branch; the first of a session of its own if it has none."""
         branch = self._branches.get(sequence.id)
         if branch is None:
-            family = Family(self._open, self._pool.shape.block_tokens)
+            # It knows the client alone: a session that is still in use holds no pool.
+            open_session = partial(self._client.open_session, layouts=[self.layout])
+            family = Family(open_session, self._pool.shape.block_tokens)
             branch = self._branches[sequence.id] = Branch.first(family)
         return branch
-
-    def _open(self) -> kv.Session:
-        return self._client.open_session(layouts=[self.layout])
 
     def _let_go(self, sequence: Sequence) -> None:
         """Begin a session anew: what was stored of the sequence is not relied on any more."""
@@ -321,10 +327,12 @@ class DaemonStore:
         started_s = perf_counter()
 
         def fill(views: Views, first: int, end: int) -> None:
-            for i, view in zip(range(first, end), views, strict=True):
-                record = self._record(view)
-                self._pool.read_record(slots[i * tokens : i * tokens + valid[i]], record)
-                hashes[i] = _hash(record, valid[i])
+            for start in range(first, end, RECORDS_MAX):
+                stop = min(start + RECORDS_MAX, end)
+                records = self._pool.read_records(slots[start * tokens : stop * tokens])
+                for i, record in zip(range(start, stop), records, strict=True):
+                    views[i - first][:] = record.reshape(-1).view(np.uint8)
+                    hashes[i] = _hash(record, valid[i])
 
         owner.family.session.swap_out(fill, pages, valid, node=node, wait_s=self._wait_s, ack=ack)
         self._count(
@@ -345,12 +353,15 @@ class DaemonStore:
         started_s = perf_counter()
 
         def drain(views: Views, first: int, end: int) -> None:
-            for i, view in zip(range(first, end), views, strict=True):
+            for start in range(first, end, RECORDS_MAX):
+                stop = min(start + RECORDS_MAX, end)
                 # Hash what is kept, not what lies in the slot: a lease can end while we read.
-                record = self._record(view.copy())
-                right[i] = _hash(record, marks[i].valid) == marks[i].hash
-                wrong[i] = not right[i]
-                self._pool.write_blocks([targets[i]], record)
+                bytes_ = np.stack(views[start - first : stop - first])
+                records = bytes_.view(np.float32).reshape(-1, *self._pool.shape.record)
+                for i, record in zip(range(start, stop), records, strict=True):
+                    right[i] = _hash(record, marks[i].valid) == marks[i].hash
+                    wrong[i] = not right[i]
+                self._pool.write_blocks(targets[start:stop], torch.from_numpy(records))
 
         try:
             branch.family.session.swap_in(drain, pages, node=node, wait_s=self._wait_s)
@@ -372,14 +383,10 @@ class DaemonStore:
         except _KV_IS_GONE:
             return  # only a hint; the swap-in itself will say what is wrong
 
-    def _record(self, view: NDArray[np.uint8]) -> Tensor:
-        """A slot's bytes as one block record. Shapes: [1, *BlockShape.record]."""
-        return torch.from_numpy(view).view(torch.float32).view(1, *self._pool.shape.record)
-
     def _count(self, **more: float) -> None:
         self._figures = plus(self._figures, more)
 
 
-def _hash(record: Tensor, valid: int) -> int:
-    """xxh3-64 of a record's valid bytes. Shapes: `record` [1, layers, 2, block_tokens, ...]."""
-    return xxh3_64_intdigest(np.ascontiguousarray(record[:, :, :, :valid].numpy()).data)
+def _hash(record: NDArray[np.float32], valid: int) -> int:
+    """xxh3-64 of a record's valid bytes. Shapes: `record` BlockShape.record."""
+    return xxh3_64_intdigest(np.ascontiguousarray(record[:, :, :valid]).data)

@@ -9,6 +9,7 @@ changes happen again at the same tokens.
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from torch import Tensor
 
@@ -19,6 +20,10 @@ class Form(Enum):
     WHOLE = "whole"
     FOLDED = "folded"
     UNFOLDED = "unfolded"
+
+
+_WHOLE: Final = Form.WHOLE
+_FOLDED: Final = Form.FOLDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +112,13 @@ class Thoughts:
 
     def first_entry(self, step: Step) -> int:
         """The index of the step's first entry."""
-        return step.first - sum(each.saved_entries for each in self.steps[: step.number])
+        earlier = self.steps[: step.number]
+        return step.first - sum([e.end - e.first - e.kept for e in earlier if e.form is _FOLDED])
 
     def first_packed_entry(self, step: Step) -> int:
         """The same if all that is unfolded were folded again."""
         earlier = self.steps[: step.number]
-        return step.first - sum(e.tokens - e.kept for e in earlier if e.form is not Form.WHOLE)
+        return step.first - sum([e.end - e.first - e.kept for e in earlier if e.form is not _WHOLE])
 
     def add(self, first: int, end: int) -> None:
         """A step has ended; whether it is folded is decided when its last token is computed."""
@@ -144,19 +150,33 @@ class Thoughts:
         back = sum(step.tokens for step in self.steps if step.wanted)
         return max(peak, tokens - away + back)
 
-    def lose(self, entries: int) -> int:
+    def lose(self, entries: int, computed_tokens: int) -> int:
         """Only the first entries are still there; returns how many leading tokens they stand for.
 
         From a sequence with folds only what lies before the first one is used: the rest is computed
-        again, and folded again on the way.
+        again, and folded again on the way. What was wanted when `computed_tokens` were computed,
+        and had not been done yet, will happen at that token too.
         """
         folded = [step.first for step in self.steps if step.form is not Form.WHOLE]
         tokens = min([entries, *folded])
+        wanted = [
+            Event(computed_tokens, step.number, Form.UNFOLDED)
+            for step in self.steps
+            if step.wanted and not step.away
+        ]
         for step in self.steps:
             step.form, step.wanted, step.away = Form.WHOLE, False, False
-        self.replay = deque([*self.events, *self.replay])
+        self.replay = deque(sorted([*self.events, *self.replay, *wanted], key=lambda e: e.at))
         self.events = []
         return tokens
+
+    def take_back(self, number: int, reached_tokens: int) -> None:
+        """A step shall not be unfolded again where no token has been computed since."""
+        self.replay = deque(
+            event
+            for event in self.replay
+            if (event.step, event.form) != (number, Form.UNFOLDED) or event.at < reached_tokens
+        )
 
     def fork(self) -> "Thoughts":
         """The same thoughts for another branch, which go their own way from here on."""

@@ -23,12 +23,13 @@ class TierSample(msgspec.Struct, frozen=True):
 
 
 class TierFigures(msgspec.Struct, frozen=True):
-    """Peaks of the daemon's tiers, and what it moved between them."""
+    """Peaks of the daemon's tiers, what it moved between them, and the blocks of pruned nodes."""
 
     dram_peak_bytes: int = 0
     nvme_peak_bytes: int = 0
     spilled_bytes: int = 0
     restored_bytes: int = 0
+    pruned_blocks: int = 0
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -36,6 +37,7 @@ class _Report(msgspec.Struct, frozen=True):
     nvme_bytes: int
     spilled_bytes: int
     restored_bytes: int
+    pruned_blocks: int
 
 
 class TierWatch:
@@ -65,6 +67,7 @@ class TierWatch:
             nvme_peak_bytes=max((s.nvme_bytes for s in self.samples), default=0),
             spilled_bytes=now.spilled_bytes - self._first.spilled_bytes,
             restored_bytes=now.restored_bytes - self._first.restored_bytes,
+            pruned_blocks=now.pruned_blocks - self._first.pruned_blocks,
         )
 
     def _ask(self) -> _Report:
@@ -74,4 +77,5 @@ class TierWatch:
             nvme_bytes=stats["nvme"]["used_bytes"],
             spilled_bytes=stats["counters"]["spilled_bytes"],
             restored_bytes=stats["counters"]["restored_bytes"],
+            pruned_blocks=stats["counters"]["pruned_blocks"],
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier_client import wire
+from kvtier_client import ahead, ops, pool, wire
 from tests.client.scripted import ScriptedDaemon
 from tests.client.shells import SHELLS, Shells
 
@@ -34,13 +34,26 @@ def daemon(tmp_path: Path) -> Iterator[ScriptedDaemon]:
 
 @pytest.fixture(params=SHELLS)
 def shells(request: pytest.FixtureRequest) -> Iterator[Shells]:
+    if "daemon" in request.fixturenames:
+        request.getfixturevalue("daemon")  # it outlives its clients
     opened = Shells(request.param)
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def client(shells: Shells, daemon: ScriptedDaemon) -> Iterator[Any]:
+def client(
+    shells: Shells, daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    """A client of which nothing is too old or idle, however slow the machine is."""
+    monkeypatch.setattr(ahead, "AHEAD_LIFE_S", 60.0)
+    monkeypatch.setattr(pool, "POOL_IDLE_S", 60.0)
     opened = shells.open(daemon.path)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close waits until the daemon has taken everything back, however slow it is."""
+    monkeypatch.setattr(ops, "GIVE_BACK_TIMEOUT_S", 20.0)

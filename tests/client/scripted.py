@@ -91,7 +91,7 @@ class ScriptedDaemon:
     def close(self) -> None:
         self._stop.set()
         os.write(self._wake_w, b"x")
-        self._thread.join(10)
+        self._thread.join(60)
         self.listener.close()
         for fd in (self.fd, self._wake_r, self._wake_w):
             os.close(fd)
@@ -105,7 +105,8 @@ class ScriptedDaemon:
     @property
     def reading(self) -> list[int]:
         """The read leases that have not ended."""
-        return [lease for lease, slots in self.leases.items() if slots == [-1]]
+        leases = list(self.leases.items())  # the other thread may be changing them
+        return [lease for lease, slots in leases if slots == [-1]]
 
     def push(self, *pushes: wire.Reply) -> None:
         """Send pushes before the next reply."""
@@ -207,7 +208,8 @@ class ScriptedDaemon:
             hello.id, self.boot, 0, wire.PROTOCOL_VERSION, "scripted", b"i" * 16, "default", 7,
             self.arena_id, self.slots * self.slot_bytes, self.integrity, self.limits, lost,
         )  # fmt: skip
-        socket.send_fds(sock, [wire.frame(welcome, self._encoder)], [self.fd])
+        with contextlib.suppress(ConnectionError):  # the client has given up meanwhile
+            socket.send_fds(sock, [wire.frame(welcome, self._encoder)], [self.fd])
         return True
 
     def _done(self, request: wire.Request, count: int = 0) -> wire.Done:

@@ -80,7 +80,7 @@ class Shells:
         self._clients: list[Any] = []
 
     def open(self, path: Path, **options: Any) -> Any:
-        options.setdefault("deadline_s", 20.0)
+        options.setdefault("deadline_s", 30.0)
         client: Any = Client(path, **options)
         if self._loop is not None:
             client = Blocking(self._loop, AsyncClient(path, **options))

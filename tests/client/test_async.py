@@ -21,7 +21,7 @@ from tests.client.scripted import ScriptedDaemon
 
 def run(path: Path, scene: Callable[[AsyncClient], Any]) -> None:
     async def play() -> None:
-        async with AsyncClient(path, deadline_s=20) as client:
+        async with AsyncClient(path, deadline_s=30) as client:
             await scene(client)
 
     asyncio.run(asyncio.wait_for(play(), 60))
@@ -75,10 +75,10 @@ def test_a_cancelled_copy_ends_before_its_slots_are_given_back(
 
         def fill(views: Any, i: int, j: int) -> None:
             copying.set()
-            assert go_on.wait(20)
+            assert go_on.wait(30)
 
         task = asyncio.ensure_future(session.swap_out(fill, range(16), 4))
-        await asyncio.to_thread(copying.wait, 20)
+        await asyncio.to_thread(copying.wait, 30)
         task.cancel()
         await session.nodes()
         assert daemon.seen["Abort"] == 0
@@ -120,6 +120,7 @@ def test_a_client_belongs_to_one_loop(daemon: ScriptedDaemon) -> None:
     second.close()
 
 
+@pytest.mark.usefixtures("patience")
 def test_slots_of_a_commit_that_fails_while_its_client_closes_are_given_back(
     daemon: ScriptedDaemon, layout: wire.Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ def silent(tmp_path: Path) -> Any:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(tmp_path / "kv.sock"))
         listener.listen(8)
-        listener.settimeout(20.0)
+        listener.settimeout(30.0)
         yield listener
 
 
@@ -34,7 +34,7 @@ def test_a_daemon_that_does_not_answer_hello_is_tried_again(
     silent: socket.socket, tmp_path: Path, kind: str
 ) -> None:
     with contextlib.closing(Shells(kind)) as shells:
-        client = shells.open(tmp_path / "kv.sock", deadline_s=10.0)
+        client = shells.open(tmp_path / "kv.sock", deadline_s=25.0)
         problems: list[BaseException] = []
 
         def connect() -> None:
@@ -50,7 +50,7 @@ def test_a_daemon_that_does_not_answer_hello_is_tried_again(
             again, _ = silent.accept()  # it does not wait for ever, and comes again
             again.close()
             with ScriptedDaemon(tmp_path / "kv.sock"):
-                caller.join(20)
+                caller.join(30)
                 assert problems == []
                 client.close()
 
@@ -62,6 +62,6 @@ def test_silence_ends_in_an_error_at_the_deadline_and_the_next_call_succeeds(
     with pytest.raises(ConnectionLost, match="no daemon answered"):
         client.connect()
     with ScriptedDaemon(tmp_path / "kv.sock"):
-        client._core.deadline_s = 20.0
+        client._core.deadline_s = 30.0
         client.connect()
         client.close()

@@ -220,15 +220,18 @@ def test_what_a_lost_reply_may_have_granted_is_given_back_when_its_caller_gives_
     assert said(protocol) == [abort, release]
 
 
-def test_an_abort_is_sent_though_its_caller_gave_up_while_there_was_no_connection() -> None:
+@pytest.mark.parametrize("kind", [wire.Abort, wire.Release, wire.CloseSession])
+def test_what_gives_back_is_sent_though_its_caller_gave_up_while_there_was_no_connection(
+    kind: type[wire.Abort | wire.Release | wire.CloseSession],
+) -> None:
     protocol = connected()
     protocol.lost()
-    abort = protocol.submit(wire.Abort(protocol.next_id(), 11))
-    protocol.abandon(abort)
+    given = protocol.submit(kind(protocol.next_id(), 11))
+    protocol.abandon(given)
     greet(protocol)
-    assert said(protocol) == [abort.request]
-    hear(protocol, wire.Done(id_of(abort), 1, 0))
-    assert abort.done
+    assert said(protocol) == [given.request]
+    hear(protocol, wire.Done(id_of(given), 1, 0))
+    assert given.done
     assert protocol.unsettled == 0
 
 

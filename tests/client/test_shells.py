@@ -110,6 +110,7 @@ def test_pregranted_slots_are_given_back_under_pressure(
     assert len(daemon.free) == daemon.slots - 1
 
 
+@pytest.mark.usefixtures("patience")
 def test_close_gives_everything_back_and_keeps_the_session(
     shells: Shells, daemon: ScriptedDaemon, layout: wire.Layout
 ) -> None:
@@ -296,7 +297,9 @@ def test_a_daemon_that_never_answers_ends_in_a_timeout(
     shells: Shells, daemon: ScriptedDaemon
 ) -> None:
     daemon.fault = lambda request: "mute" if isinstance(request, wire.OpenSession) else ""
-    client = shells.open(daemon.path, deadline_s=0.2)
+    client = shells.open(daemon.path)
+    client.connect()
+    client._core.deadline_s = 0.2
     with pytest.raises(Timeout, match="did not answer"):
         client.open_session([])
 
@@ -314,7 +317,7 @@ def test_a_call_begun_before_the_daemon_waits_for_it(
     caller = threading.Thread(target=lambda: fingerprints.append(client.register_layout(layout)))
     caller.start()
     with ScriptedDaemon(tmp_path / "kv.sock"):
-        caller.join(20)
+        caller.join(30)
         assert fingerprints == [layout.fingerprint()]
         client.close()
 
@@ -433,7 +436,7 @@ def test_many_threads_share_one_client(daemon: ScriptedDaemon, layout: wire.Layo
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert wrong == []
 
 

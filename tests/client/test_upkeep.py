@@ -107,7 +107,7 @@ def test_a_client_comes_back_by_itself_after_a_restart(
         answered = threading.Event()
         client._core.send(wire.Describe, session.id).watchers.append(answered.set)
         client._driver.flush()
-        assert answered.wait(20)  # by the keeper alone: nobody calls the client
+        assert answered.wait(30)  # by the keeper alone: nobody calls the client
         assert client.boot_id == 2
         assert daemon.seen["ResumeSession"] == 1
 
@@ -118,6 +118,8 @@ def test_a_pool_is_bounded_by_arena_and_limits() -> None:
     assert pool_blocks(1 << 20, 16 << 20, 65536) == 0
     assert pool_blocks(1 << 20, 64 << 30, 4) == 4
     assert pool_blocks(32 << 20, 64 << 30, 65536) == 2
+    assert pool_blocks(128 << 10, 64 << 30, 65536) == 32  # small slots: 4 MiB of them
+    assert pool_blocks(4 << 10, 64 << 30, 65536) == 64
 
 
 def test_no_wait_is_longer_than_the_daemon_allows(

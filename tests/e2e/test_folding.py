@@ -51,3 +51,24 @@ def test_a_step_is_folded_and_comes_back_as_it_was_after_a_kill(
     assert (back == out[4:]).all()
     counters = daemon.admin("stats")["counters"]
     assert (counters["unfolds"], counters["unfold_misses"]) == (1, 0)
+
+
+def test_steps_that_were_on_their_way_at_a_kill_come_back_as_they_were(
+    client: Any, daemon: DaemonProcess
+) -> None:
+    layout = wire.Layout("tiny", "uint8", 1, 8, 256, 16, BLOCK)
+    session = client.open_session([layout])
+    out = np.random.default_rng(1).integers(0, 256, (12, BLOCK), dtype=np.uint8)
+    for first in range(0, 12, 2):
+        pages = (first, first + 2)
+        session.swap_out(out[first : first + 2], pages, 16, ack=False)
+        session.fold(0, pages, 3600.0, kept=4, ack=False)
+        if first == 6:
+            daemon.kill()
+            daemon.start()
+    for first in range(0, 12, 2):
+        assert session.unfold(0, (first, first + 2)).gone == ()
+    client.flush()
+    back = np.zeros_like(out)
+    session.swap_in(back, range(12))
+    assert (back == out).all()

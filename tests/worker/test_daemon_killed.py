@@ -9,15 +9,19 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from torch import Tensor
 
 import kvtier_client as kv
+from kvtier_worker import swap
 from kvtier_worker.daemon import OwnDaemon
 from kvtier_worker.engine import Engine
 from kvtier_worker.metrics import RunFigures
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.swap import DaemonStore
+from kvtier_worker.tile import Slots
 from tests.worker.test_swap import MODEL, PAGES, ROOMY, SHAPE, WAIT_S, finish
 from tests.worker.tiny import CPU, tiny_engine
 
@@ -45,13 +49,19 @@ class StruckPool(PagedPool):
         self._out = out
         self._back = back
 
-    def read_blocks(self, pages: Seq[int], out: Tensor) -> None:
+    def read_records(self, slots: Slots) -> NDArray[np.float32]:
         self._out.count()
-        super().read_blocks(pages, out)
+        return super().read_records(slots)
 
     def write_blocks(self, pages: Seq[int], records: Tensor) -> None:
         self._back.count()
         super().write_blocks(pages, records)
+
+
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill can fall between any two blocks of a copy."""
+    monkeypatch.setattr(swap, "RECORDS_MAX", 1)
 
 
 @pytest.fixture(scope="module")

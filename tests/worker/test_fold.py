@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvtier_worker.engine import Engine
 from kvtier_worker.errors import CannotUnfold, PoolTooSmall, UnsupportedModel
-from kvtier_worker.folding import FoldPolicy
+from kvtier_worker.folding import KEEP_MAX, FoldPolicy
 from kvtier_worker.folds import AttentionMatching, Tail
 from kvtier_worker.sampler import Sampling
 from kvtier_worker.scheduler import Limits
@@ -183,6 +183,8 @@ def test_an_operator_with_biases_needs_a_pool_with_biases() -> None:
         tiny_engine(MODEL, 5, folding=FoldPolicy(RULES, operator=AttentionMatching()))
 
 
-def test_keeping_nothing_of_a_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="keep"):
-        FoldPolicy(RULES, keep=0)
+@pytest.mark.parametrize("keep", [0, KEEP_MAX + 1])
+def test_keeping_nothing_of_a_step_or_more_than_a_launch_moves_is_refused(keep: int) -> None:
+    with pytest.raises(ValueError, match=f"may have {KEEP_MAX}"):
+        FoldPolicy(RULES, keep=keep)
+    assert FoldPolicy(RULES, keep=KEEP_MAX).keep == KEEP_MAX

@@ -31,8 +31,8 @@ def decode_alone(model: Llama, pool: PagedPool, tokens: list[int], pages: list[i
 
 def kv_of(pool: PagedPool, pages: list[int], tokens: int) -> Tensor:
     """The KV of a sequence's first tokens. Shapes: [layers, 2, tokens, kv_heads, head_dim]."""
-    records = torch.empty(len(pages), *pool.shape.record)
-    pool.read_blocks(pages, records)
+    slots = slots_of(pages, len(pages) * BLOCK_TOKENS)
+    records = torch.from_numpy(pool.read_records(slots))
     return records.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)[:, :, :tokens]
 
 

@@ -7,7 +7,7 @@ import torch
 from kvtier_worker.errors import PoolTooSmall
 from kvtier_worker.model import Llama
 from kvtier_worker.pool import BlockShape, PagedPool
-from tests.worker.tiny import CPU, tiny_pool
+from tests.worker.tiny import BLOCK_TOKENS, CPU, slots_of, tiny_pool
 
 
 def test_the_block_of_the_default_model_has_its_known_size() -> None:
@@ -44,14 +44,27 @@ def test_blocks_leave_and_come_back_to_other_pages_bit_by_bit(tiny: Llama) -> No
     pool = tiny_pool(tiny, 12)
     for tensor in (*pool.k_pages, *pool.v_pages):
         tensor.normal_()
-    records = torch.empty(3, *pool.shape.record)
-    pool.read_blocks([7, 2, 9], records)
+    records = torch.from_numpy(pool.read_records(slots_of([7, 2, 9], 3 * BLOCK_TOKENS)))
     assert torch.equal(records[1, 2, 0], pool.k_pages[2][2])
     assert torch.equal(records[2, 0, 1], pool.v_pages[0][9])
     pool.write_blocks([1, 11, 4], records)
-    again = torch.empty_like(records)
-    pool.read_blocks([1, 11, 4], again)
-    assert torch.equal(again, records)
+    again = pool.read_records(slots_of([1, 11, 4], 3 * BLOCK_TOKENS))
+    assert torch.equal(torch.from_numpy(again), records)
+
+
+def test_a_record_of_single_entries_has_each_at_its_place_and_nothing_of_others(
+    tiny: Llama,
+) -> None:
+    pool = tiny_pool(tiny, 12)
+    for tensor in (*pool.k_pages, *pool.v_pages):
+        tensor.normal_()
+    slots = np.random.default_rng(1).permutation(12 * BLOCK_TOKENS)[: 2 * BLOCK_TOKENS + 3]
+    records = torch.from_numpy(pool.read_records(slots))
+    assert records.shape == (3, *pool.shape.record)
+    entries = records.permute(1, 2, 0, 3, 4, 5).flatten(2, 3)
+    assert torch.equal(entries[:, :, : len(slots)], pool.read_entries(slots))
+    behind = entries[:, :, len(slots) :]
+    assert torch.equal(behind, pool.read_entries(slots[-1:]).expand_as(behind))
 
 
 def test_entries_move_with_their_biases_to_slots_that_are_sources_too() -> None:

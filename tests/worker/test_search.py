@@ -1,7 +1,8 @@
 """Searches find what they are after, share what branches have in common, and leave nothing."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import cast
 
 import pytest
 
@@ -102,8 +103,20 @@ def test_a_branch_without_an_answer_has_no_vote() -> None:
         tokens[-1] % 2 == 1 for tokens in grown(outcome)
     ]
     assert all(report.failure is None for report in outcome.branches)
-    with pytest.raises(SearchFailed, match="none of 9 branches"):
+    with pytest.raises(SearchFailed, match="none of 9 branches") as caught:
         MajorityVote(lambda prompt, generated: None, n=8).search(roomy(), QUESTION)
+    assert caught.value.figures is not None
+    assert caught.value.figures.generated_tokens == 8 * NEW_TOKENS
+
+
+def test_an_answer_that_cannot_be_counted_is_a_failure_of_its_branch() -> None:
+    def answer_of(prompt: Sequence[int], generated: Sequence[int]) -> Hashable:
+        return remainder(prompt, generated) or cast(Hashable, [0])
+
+    outcome = MajorityVote(answer_of, n=9).search(roomy(), QUESTION)
+    uncounted = [tokens[-1] % 3 == 0 for tokens in grown(outcome)]
+    assert any(uncounted)
+    assert [report.failure is not None for report in outcome.branches[1:]] == uncounted
 
 
 @pytest.mark.parametrize(("width", "expand"), [(1, 4), (3, 2), (4, 3)])

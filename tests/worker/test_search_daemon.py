@@ -1,6 +1,7 @@
 """Searches whose branches go to a real daemon and come back, and of which nothing stays there."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,10 +14,12 @@ from kvtier_worker.engine import Engine
 from kvtier_worker.errors import SearchFailed
 from kvtier_worker.folding import FoldPolicy
 from kvtier_worker.scheduler import Limits
-from kvtier_worker.search import Mcts
+from kvtier_worker.search import Mcts, Outcome
 from kvtier_worker.sequence import Sequence
 from kvtier_worker.swap import DaemonStore
 from kvtier_worker.tiers import TierWatch
+from tests.support.daemon import DaemonProcess
+from tests.support.wait import until
 from tests.worker.searching import (
     LONG,
     MODEL,
@@ -30,7 +33,7 @@ from tests.worker.searching import (
     undisturbed,
 )
 from tests.worker.test_swap import SHAPE, WAIT_S
-from tests.worker.tiny import tiny_pool
+from tests.worker.tiny import tiny_engine, tiny_pool
 
 FOLDING = FoldPolicy(RULES, keep=3)
 PAGES = 60
@@ -67,6 +70,12 @@ def engine_on(
     pool = tiny_pool(MODEL, pages)
     store = DaemonStore(client, pool, MODEL.config.name, WAIT_S)
     return kind(MODEL, pool, store, Limits(running=running), folding)
+
+
+@cache
+def folded(name: str) -> Outcome:
+    """What a strategy finds with folded steps and all the room that it wants."""
+    return strategies()[name].search(tiny_engine(MODEL, 200, folding=FOLDING), QUESTION)
 
 
 def kept(daemon: OwnDaemon) -> tuple[int, int]:
@@ -213,3 +222,49 @@ def test_what_the_daemon_loses_is_computed_again_and_the_search_finds_the_same(
     ]
     assert engine.figures("search").recomputed_tokens > 0
     assert nothing_left(engine)
+
+
+@pytest.mark.parametrize("name", ["beam", "mcts"])
+def test_a_search_that_ends_while_the_daemon_is_away_leaves_nothing_with_it_when_it_is_back(
+    tmp_path: Path, name: str
+) -> None:
+    sizes = sizes_for(SHAPE.block_bytes, 4 << 20, 64 << 20)
+    with OwnDaemon(str(tmp_path), sizes, memory="holder") as daemon:
+        client = kv.Client(daemon.socket_path, name="test", deadline_s=0.1)
+        pool = tiny_pool(MODEL, 5)
+        store = DaemonStore(client, pool, MODEL.config.name, wait_s=0.1)
+        engine = Engine(MODEL, pool, store, Limits(running=3), FOLDING)
+
+        sessions: list[int] = []
+
+        def killing(call: int) -> bool:
+            if call == 1:
+                sessions.append(kept(daemon)[0])
+                daemon.kill()
+            return False
+
+        strategies(Failing(killing))[name].search(engine, QUESTION)
+        assert nothing_left(engine) and sessions == [1]
+        daemon.start()
+        until(lambda: kept(daemon) == (0, 0), "the session that it could not end has ended")
+        client.close()
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_more_branches_than_a_session_may_have_nodes_find_the_very_same(
+    tmp_path: Path, nodes: int
+) -> None:
+    daemon = DaemonProcess(tmp_path, limits={"nodes_per_session": nodes})
+    try:
+        daemon.start()
+        with kv.Client(daemon.client_path, name="test", deadline_s=WAIT_S) as client:
+            for name, strategy in strategies().items():
+                engine = engine_on(client, pages=5, folding=FOLDING, running=3)
+                outcome = strategy.search(engine, QUESTION)
+                assert outcome.branches == folded(name).branches
+                assert engine.figures("narrow").swap.refused > 0
+                assert nothing_left(engine)
+                tenant = daemon.tenant()
+                assert (tenant["sessions"], tenant["held_blocks"]) == (0, 0)
+    finally:
+        daemon.end()

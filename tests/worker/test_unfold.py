@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvtier_client as kv
+from kvtier_client import blocking
 from kvtier_client.admin import AdminClient
 from kvtier_worker.daemon import OwnDaemon, sizes_for
 from kvtier_worker.engine import Engine
@@ -15,11 +16,12 @@ from kvtier_worker.errors import CannotUnfold
 from kvtier_worker.folding import FoldPolicy
 from kvtier_worker.sequence import Sequence, State
 from kvtier_worker.swap import DaemonStore
-from kvtier_worker.thoughts import Form
+from kvtier_worker.thoughts import Form, Step
+from kvtier_worker.tile import Slots
 from tests.worker.test_fold import FOLDING, KEEP, MODEL, RULES, finish, submit_all
 from tests.worker.test_scheduler import check_books
 from tests.worker.test_swap import ROOMY, SHAPE, WAIT_S, fill_up, step_until
-from tests.worker.tiny import tiny_engine, tiny_pool
+from tests.worker.tiny import slots_of, tiny_engine, tiny_pool
 
 ROOM: Final = 200
 TIGHT: Final = 14
@@ -119,6 +121,56 @@ def test_an_unfolded_step_has_the_bits_that_were_folded(client: kv.Client) -> No
     check_books(engine)
     engine.run(on_step=check_books)
     assert engine.pool.free_pages == engine.pool.pages
+
+
+def test_every_step_is_there_right_after_its_fold(client: kv.Client) -> None:
+    engine = fold_engine(client)
+    store, pool = engine.store, engine.pool
+    whole: dict[int, torch.Tensor] = {}
+    keep_step, folded = store.keep_step, store.folded
+    compared = 0
+
+    def keep(sequence: Sequence, step: Step, slots: Slots) -> bool:
+        whole[sequence.id] = pool.read_entries(slots)
+        return keep_step(sequence, step, slots)
+
+    def look(sequence: Sequence, step: Step) -> None:
+        nonlocal compared
+        folded(sequence, step)
+        pages = pool.take(pool.shape.blocks(step.tokens))
+        slots = slots_of(pages, step.tokens)
+        assert store.bring_step(sequence, step, slots)
+        assert torch.equal(pool.read_entries(slots), whole[sequence.id])
+        pool.give_back(pages)
+        compared += 1
+
+    store.keep_step, store.folded = keep, look  # type: ignore[method-assign]
+    submit_all(engine)
+    engine.run(on_step=check_books)
+    assert compared == engine.figures("fold").folding.folds > 8
+
+
+@pytest.mark.parametrize("memory", ["holder", "off"])
+def test_steps_that_a_dying_daemon_had_not_heard_of_are_there_or_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    monkeypatch.setattr(blocking, "TEND_PERIOD_S", 3600.0)  # what waits for company waits
+    with (
+        OwnDaemon(str(tmp_path), ROOMY, memory) as daemon,
+        kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S) as client,
+    ):
+        engine = fold_engine(client)
+        sequence = submit_all(engine, 1)[0]
+        step_to_folds(engine, sequence)
+        second = step_to_folds(engine, sequence, 2)[-1]
+        assert client._core.protocol.sending
+        daemon.kill()
+        daemon.start()
+        engine.unfold(sequence, second)
+        engine.run(on_step=check_books)
+        assert [note.restored for note in engine.folder.notes] == [memory == "holder"]
+        assert engine.figures("fold").swap.hashes_wrong == 0
+        assert sequence.state is State.FINISHED and sequence.failure is None
 
 
 def unfolding_run(engine: Engine) -> list[list[int]]:

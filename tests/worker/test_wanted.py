@@ -1,0 +1,94 @@
+"""An unfold that was asked for happens before its token, whatever happens to the KV until then."""
+
+import pytest
+
+import kvtier_client as kv
+from kvtier_worker.engine import Engine
+from kvtier_worker.entries import Entries
+from kvtier_worker.sequence import Sequence, State
+from kvtier_worker.thoughts import Event, Form, Thoughts
+from tests.worker.test_fold import submit_all
+from tests.worker.test_scheduler import check_books
+from tests.worker.test_unfold import client, daemon, fold_engine, step_to_folds
+
+__all__ = ["client", "daemon"]
+
+
+def ask(client: kv.Client) -> tuple[Engine, Sequence, int]:
+    """An engine whose sequence wants its first folded step back before the next token."""
+    engine = fold_engine(client)
+    sequence = submit_all(engine, 1)[0]
+    number = step_to_folds(engine, sequence, 2)[0]
+    engine.unfold(sequence, number, pinned=True)
+    return engine, sequence, number
+
+
+def lose(engine: Engine, sequence: Sequence, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the sequence out of the pool while the daemon takes nothing, and wake it."""
+    with monkeypatch.context() as refusing:
+        refusing.setattr(engine.store, "save", lambda _: 0)
+        engine.park(sequence)
+    assert sequence.computed_tokens == 0
+    engine.wake(sequence)
+
+
+def undisturbed(client: kv.Client) -> list[int]:
+    engine, sequence, _ = ask(client)
+    engine.run()
+    return sequence.generated
+
+
+def test_a_wanted_unfold_outlives_a_refused_swap_out(
+    client: kv.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sequence, number = ask(client)
+    at = sequence.computed_tokens
+    lose(engine, sequence, monkeypatch)
+    engine.run(on_step=check_books)
+    assert sequence.generated == undisturbed(client)
+    assert Event(at, number, Form.UNFOLDED) in sequence.thoughts.events
+    [note] = engine.folder.notes
+    assert (note.step, note.at, note.cause, note.restored) == (number, at, "asked", True)
+    assert engine.pool.free_pages == engine.pool.pages
+
+
+def test_one_that_is_taken_back_meanwhile_does_not_happen(
+    client: kv.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sequence, number = ask(client)
+    lose(engine, sequence, monkeypatch)
+    engine.refold(sequence, number)
+    engine.run(on_step=check_books)
+    assert engine.figures("fold").folding.unfolds == 0
+    assert sequence.generated != undisturbed(client)
+
+
+def test_one_for_which_there_is_no_room_any_more_is_forgone(
+    client: kv.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sequence, _ = ask(client)
+    lose(engine, sequence, monkeypatch)
+    monkeypatch.setattr(Entries, "missing_for_unfold", lambda *_: engine.pool.pages + 1)
+    engine.run(on_step=check_books)
+    assert sequence.state is State.FINISHED and sequence.failure is None
+    figures = engine.figures("fold").folding
+    assert (figures.crowded, figures.unfolds) == (1, 0)
+
+
+def test_what_was_wanted_falls_due_in_its_place_among_what_had_happened() -> None:
+    thoughts = Thoughts()
+    for first in (0, 10, 20):
+        thoughts.add(first, first + 10)
+    for step, at in zip(thoughts.steps, (10, 20, 30), strict=True):
+        step.kept = 2
+        thoughts.change(step, Form.FOLDED, at)
+    thoughts.steps[1].wanted = True
+    assert thoughts.lose(0, 35) == 0
+    folds = [Event(at, number, Form.FOLDED) for number, at in enumerate((10, 20, 30))]
+    assert list(thoughts.replay) == [*folds, Event(35, 1, Form.UNFOLDED)]
+    assert thoughts.stop(0) == 10
+    thoughts.change(thoughts.steps[0], Form.FOLDED, 10)
+    thoughts.steps[0].wanted = True  # asked for again while the rest is computed again
+    thoughts.lose(0, 15)
+    again = Event(15, 0, Form.UNFOLDED)
+    assert list(thoughts.replay) == [folds[0], again, *folds[1:], Event(35, 1, Form.UNFOLDED)]
