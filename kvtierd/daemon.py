@@ -62,6 +62,8 @@ class Daemon:
         self._keep_memory = keep_memory
         self.catalog = CatalogWriter(parts.catalog)
         self.unsaved: list[Op] = []
+        self.again = 0
+        """Changes that the catalog refused, and that are under way to it again."""
         self._unstored = 0
         """Batches that the catalog was given and has not answered for."""
         self._refusal: CatalogError | None = None
@@ -392,11 +394,12 @@ class Daemon:
         """Give changes to the catalog; what it refuses is tried again with the next ones."""
         if not ops and done is None:
             return
-        batch = self.unsaved + ops
-        self.unsaved = []
+        batch, again = self.unsaved + ops, len(self.unsaved)
+        self.unsaved, self.again = [], self.again + again
         self._unstored += 1
 
         def stored(error: CatalogError | None) -> None:
+            self.again -= again
             self._unstored -= 1
             if error is not None:
                 log.error("catalog: %s", error)

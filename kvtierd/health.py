@@ -118,8 +118,8 @@ class Health:
                 f"catalog: a transaction has not ended for {stuck_s:.0f} s (the disk of "
                 f"{daemon.config.state_dir}); sessions and branches cannot be opened or closed"
             )
-        if daemon.unsaved:
-            found.append(f"catalog: {len(daemon.unsaved)} changes could not be stored yet")
+        if refused := len(daemon.unsaved) + daemon.again:
+            found.append(f"catalog: {refused} changes could not be stored yet")
         return found
 
 

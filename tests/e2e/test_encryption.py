@@ -36,7 +36,7 @@ def give(daemon: DaemonProcess, **keys: str | bool) -> None:
 
 
 def read_keys(client: RawClient) -> list[bytes]:
-    granted = client.ask("acquire_keys", client.lease(), KNOWN, b"".join(KEYS), 5.0)
+    granted = client.ask("acquire_keys", client.lease(), KNOWN, b"".join(KEYS), 30.0)
     found = [client.read(offset) for offset in from_u64(granted[6])]
     client.ask("release", granted[4])
     return found

@@ -51,11 +51,13 @@ def records(n: int = PAGES, seed: int = 1) -> np.ndarray[Any, Any]:
 
 
 def scribble(vandal: RawClient, block: np.ndarray[Any, Any]) -> None:
-    """Change one byte of a block, wherever in the arena it lies."""
+    """Change one byte of a block, wherever in the arena it lies, or has lain."""
     assert vandal.arena is not None
     at = vandal.arena.find(block.tobytes())
     assert at >= 0
-    vandal.arena[at + 777] ^= 1
+    while at >= 0:
+        vandal.arena[at + 777] ^= 1
+        at = vandal.arena.find(block.tobytes(), at)
 
 
 def all_on_nvme(daemon: DaemonProcess, blocks: int) -> None:
@@ -64,7 +66,7 @@ def all_on_nvme(daemon: DaemonProcess, blocks: int) -> None:
         return int(daemon.tenant()["dram"]["blocks"]) == 0
 
     until(emptied, "DRAM is empty")
-    assert daemon.tenant()["nvme"]["blocks"] == blocks
+    until(lambda: daemon.tenant()["nvme"]["blocks"] == blocks, "and all of it is on NVMe")
 
 
 @pytest.mark.parametrize("client", ["sync", "uvloop"], indirect=True)

@@ -34,7 +34,8 @@ def node_of(reply: list, node: int = 0) -> list:
 
 @pytest.fixture
 def daemon(shared_daemon: DaemonProcess) -> DaemonProcess:
-    """One daemon for the file: every test cleans up behind its client."""
+    """One daemon for the file: every test cleans up behind its client, and begins after that."""
+    until(shared_daemon.is_empty, "what earlier tests had is gone")
     return shared_daemon
 
 
@@ -182,8 +183,12 @@ def test_a_lease_that_runs_out_is_quarantined_and_revoked(
 
 
 def test_a_renewed_lease_lives_on(client: RawClient, session: int) -> None:
-    granted = client.ask("reserve", client.lease(), KNOWN, 1, 0, 0, 0.0, 0.3)
-    client.ask("renew", granted[4], 60.0)
+    def renewed() -> list | None:
+        granted = client.ask("reserve", client.lease(), KNOWN, 1, 0, 0, 0.0, 0.3)
+        return granted if client.call("renew", granted[4], 60.0)[0] == "done" else None
+
+    granted = until(renewed, "one is renewed in time")
+    client.pushes.clear()
     probe = client.ask("reserve", client.lease(), KNOWN, 1, 0, 0, 0.0, 0.3)
     assert client.push("revoke")[4] == probe[4]  # was granted later, ran out alone
     client.ask("commit", granted[4], session, 0, u32(0), u32(0), u32(16))
@@ -224,7 +229,7 @@ def test_prefetch_brings_blocks_up_and_says_so(
     client.swap_out(KNOWN, session, 0, {page: page for page in range(8)})
     daemon.admin("evict", "t")
     until(lambda: daemon.tenant()["dram"]["blocks"] == 0, "all is on NVMe")
-    assert client.ask("prefetch", 5, session, 0, KNOWN, 0, 8, 1, 10.0)[4] == 8
+    assert client.ask("prefetch", 5, session, 0, KNOWN, 0, 8, 1, 60.0)[4] == 8
     assert client.push("ready")[4:] == [5, 8, 0]
     assert set(node_of(client.ask("describe", session))[TIERS][0]) == {IN_DRAM}
     client.ask("prefetch", 6, session, 0, KNOWN, 0, 8)
@@ -237,7 +242,7 @@ def test_prefetch_brings_blocks_up_and_says_so(
 
 
 def put_keys(client: RawClient, *numbers: int) -> None:
-    granted = client.ask("reserve_keys", client.lease(), KNOWN, keys(*numbers), 5.0)
+    granted = client.ask("reserve_keys", client.lease(), KNOWN, keys(*numbers), 30.0)
     missing = from_u32(granted[9])
     for place, offset in zip(missing, from_u64(granted[6]), strict=True):
         client.write(offset, pattern(numbers[place]))

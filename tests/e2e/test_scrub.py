@@ -41,7 +41,7 @@ def test_flipped_bits_are_found_reported_and_never_served(make_daemon: MakeDaemo
         assert damaged.exit_code == 40, damaged.output
         assert f"{len(hurt)} bad, 0 unreadable, {len(hurt)} lost" in damaged.stdout
         for page in hurt:
-            assert client.code("acquire", client.lease(), session, 0, KNOWN, page, 1, 5.0) == 402
+            assert client.code("acquire", client.lease(), session, 0, KNOWN, page, 1, 30.0) == 402
         counters = daemon.counters()
         assert counters["lost_blocks"] == counters["scrub_bad_blocks"] == len(hurt)
         assert counters["restored_blocks"] == 0  # nothing went through DRAM

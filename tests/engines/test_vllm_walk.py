@@ -184,6 +184,7 @@ def test_an_abort_storm_leaves_nothing_behind(house: House) -> None:
     luck = random.Random(5)
     for number, prompt in enumerate(prompts(5, 220)):
         engine.add(str(number), prompt[:6], output=40)
+        until(lambda: answered(engine), "all lookups are answered")
         for _ in range(4):
             engine.step()
         while len(names := alive(engine)) > 8:

@@ -40,7 +40,7 @@ ARENA_BYTES: Final = 4 << 20
 SPILL_BYTES: Final = 24 << 20
 START_S: Final = 0.5
 STOP_S: Final = 0.2
-KEEPER_S: Final = 20.0
+KEEPER_S: Final = 60.0
 LOST: Final = 255
 NVME: Final = 2
 

@@ -47,7 +47,7 @@ def test_a_read_error_is_a_lost_block_or_a_miss_while_it_lasts(make_daemon: Make
         use_dram(client, promises)
         assert assert_lost_or_right(client, session, promises) == len(promises.pages[session])
         for key in KEYS:
-            assert client.ask("acquire_keys", client.lease(), KNOWN, key, 0.5)[4] == 0
+            assert client.ask("acquire_keys", client.lease(), KNOWN, key, 30.0)[4] == 0
         faults.heal()
         assert assert_lost_or_right(client, session, promises) == 0  # the medium still has them
         daemon.restart()
@@ -148,7 +148,7 @@ def test_a_disk_that_hangs_stops_nothing_in_dram_and_is_named(
         new = promises.open(client)
         promises.swap_out(client, new, 8)
         hang(faults)
-        waiting = client.send("acquire", client.lease(), session, 0, KNOWN, 0, 8, 20.0)
+        waiting = client.send("acquire", client.lease(), session, 0, KNOWN, 0, 8, 60.0)
         daemon.admin("evict", "t")
         until(faults.hits, "the disk hangs")
         until(daemon.ails, "it is unwell")
@@ -178,7 +178,7 @@ def test_a_hanging_disk_does_not_hold_up_the_end(make_daemon: MakeDaemon) -> Non
         daemon.process.terminate()  # type: ignore[union-attr]
         until(lambda: "stopped" in daemon.log(), "it says that it gave up waiting")
         faults.heal()
-        daemon.process.wait(20.0)  # type: ignore[union-attr]
+        daemon.process.wait(60.0)  # type: ignore[union-attr]
         daemon.process = None
         daemon.start()
         client.come_back()

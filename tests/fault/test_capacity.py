@@ -83,8 +83,13 @@ def test_a_full_disk_refuses_in_time_and_loses_nothing(
         assert_books_balance(daemon, 0)
 
 
+def fill_both_tiers(client: RawClient, promises: Promises, session: int) -> None:
+    """Swap out until nothing more can be had, however slowly room comes before that."""
+    until(lambda: fill_until_refused(client, promises, session) == 302, "both tiers are full")
+
+
 def fill_until_refused(client: RawClient, promises: Promises, session: int) -> int:
-    """Swap out until there is no room; returns the error's code."""
+    """Swap out until there is no room now; returns the error's code."""
     while True:
         granted = client.call("reserve", client.lease(), KNOWN, 8, 0, 0, 1.0)
         if granted[0] == "error":
@@ -98,12 +103,12 @@ def test_full_tiers_refuse_and_what_is_there_comes_back(make_daemon: MakeDaemon)
     promises = Promises()
     with daemon.client() as client:
         session = promises.open(client)
-        assert fill_until_refused(client, promises, session) == 302
+        fill_both_tiers(client, promises, session)
         promises.check(client)
         daemon.restart()
         client.come_back()
         promises.check(client)
-        assert fill_until_refused(client, promises, session) == 302
+        fill_both_tiers(client, promises, session)
         victim = promises.open(client)
         client.ask("fork", session, 1, 0, 0)
         assert client.ask("set_retention", session, 0, 2)[4] == promises.total()  # CACHED goes
@@ -119,9 +124,9 @@ def test_a_promise_is_kept_when_all_else_is_full(make_daemon: MakeDaemon) -> Non
     with daemon.client() as client:
         session = promises.open(client)
         promise = client.ask("reserve", client.lease(), KNOWN, 0, 24)[4]
-        fill_until_refused(client, promises, session)
+        fill_both_tiers(client, promises, session)
         for _ in range(3):
-            granted = client.ask("reserve", client.lease(), KNOWN, 8, 0, promise, 10.0)
+            granted = client.ask("reserve", client.lease(), KNOWN, 8, 0, promise, 30.0)
             client.ask("abort", granted[4])
         promises.check(client)
 
@@ -139,7 +144,7 @@ def test_two_half_arena_restores_do_not_wait_for_each_other(make_daemon: MakeDae
         held = {}
         for client, session in zip(clients, sessions, strict=True):
             held[client] = client.send(
-                "acquire", client.lease(), session, 0, KNOWN, 0, BLOCKS, 20.0
+                "acquire", client.lease(), session, 0, KNOWN, 0, BLOCKS, 60.0
             )
         for client, session in zip(clients, sessions, strict=True):
             at = 0
@@ -149,7 +154,7 @@ def test_two_half_arena_restores_do_not_wait_for_each_other(make_daemon: MakeDae
                 at += len(granted[6]) // 8
                 client.ask("release", granted[4])
                 held[client] = client.send(
-                    "acquire", client.lease(), session, 0, KNOWN, at, max(BLOCKS - at, 1), 20.0
+                    "acquire", client.lease(), session, 0, KNOWN, at, max(BLOCKS - at, 1), 60.0
                 )
             client.reply(held[client])
         assert_books_balance(daemon, 2 * BLOCKS)

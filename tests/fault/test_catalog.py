@@ -69,7 +69,7 @@ def readable(client: RawClient, session: int, promises: Promises) -> set[int]:
     root = client.ask("describe", session)[8][0]
     there: set[int] = set()
     for page in from_u32(root[6][0]):
-        granted = client.call("acquire", client.lease(), session, 0, KNOWN, page, 1, 5.0)
+        granted = client.call("acquire", client.lease(), session, 0, KNOWN, page, 1, 30.0)
         if granted[0] == "error":
             assert granted[4] == 402, granted  # and so reported
             continue

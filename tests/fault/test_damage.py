@@ -21,6 +21,7 @@ from tests.fault.ledger import LAYOUT, contents, key_of
 from tests.support.daemon import DaemonProcess
 from tests.support.descriptors import memfds
 from tests.support.fixtures import MakeDaemon
+from tests.support.seeds import drawn_seed
 from tests.support.wait import until
 
 DAMAGES = int(os.environ.get("KVTIERD_FAULT_DAMAGES", "2"))
@@ -161,8 +162,7 @@ def start_or_say_why(daemon: DaemonProcess) -> str:
 
 
 def test_random_damage_is_refused_or_reported_and_never_served(make_daemon: MakeDaemon) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = drawn_seed("KVTIERD_FAULT_DAMAGES")
     chance = random.Random(seed)
     for number in range(DAMAGES):
         names = tokens(number)

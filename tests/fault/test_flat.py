@@ -19,7 +19,10 @@ from kvtier_client.client import Client
 from tests.fault.ledger import LAYOUT, content, contents, key_of
 from tests.fault.test_kill_daemon import assert_books_balance
 from tests.support.daemon import DaemonProcess
+from tests.support.descriptors import descriptors
 from tests.support.fixtures import MakeDaemon
+from tests.support.raw import RawClient
+from tests.support.seeds import drawn_seed
 from tests.support.wait import until
 
 OPERATIONS = int(os.environ.get("KVTIERD_FAULT_OPERATIONS", "2000"))
@@ -28,6 +31,8 @@ GROWTH_BYTES = 12 << 20
 """What the daemon's memory may vary by: allocators keep some, and tables double."""
 CATALOG_GROWTH_BYTES = 1 << 20
 KEYS = 24
+GROUPS = 6
+"""So many are remembered for a while, of a process that makes one after another: a pidfd each."""
 
 
 class Size:
@@ -36,7 +41,9 @@ class Size:
     def __init__(self, daemon: DaemonProcess) -> None:
         assert daemon.process is not None
         process = psutil.Process(daemon.process.pid)
-        self.fds = process.num_fds()
+        opened = descriptors(daemon.process.pid).values()
+        self.pidfds = sum("[pidfd]" in each for each in opened)
+        self.fds = len(opened) - self.pidfds
         self.threads = process.num_threads()
         self.rss_bytes = process.memory_info().rss - process.memory_info().shared
         self.files = sorted(
@@ -117,24 +124,32 @@ def settle(daemon: DaemonProcess) -> None:
     gc.collect()
 
 
+def size_of(daemon: DaemonProcess) -> Size:
+    """Measured beside one connection, when the daemon has closed all that ended before."""
+    with RawClient(daemon.admin_path) as operator:
+        for _ in range(5):
+            operator.ask("stats")
+        return Size(daemon)
+
+
 def test_nothing_grows(make_daemon: MakeDaemon, tmp_path: Path) -> None:
     daemon = make_daemon(
         recovery={"orphan_ttl": "100ms"},
-        limits={"groups": 6},  # so many are remembered, of a process that makes one after another
+        limits={"groups": GROUPS},
     ).start()
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = drawn_seed("KVTIERD_FAULT_OPERATIONS")
     warm_up = max(OPERATIONS // 4, 1000)
     asyncio.run(mixed_load(daemon, warm_up, seed))
     abort_clients(daemon, max(ABORTED // 4, 10), seed)
     settle(daemon)
-    before = Size(daemon)
+    before = size_of(daemon)
     asyncio.run(mixed_load(daemon, OPERATIONS, seed + 1))
     abort_clients(daemon, ABORTED, seed + 1)
     settle(daemon)
-    after = Size(daemon)
+    after = size_of(daemon)
     print(vars(before), vars(after))
     for name in ("fds", "threads", "files", "in_shm", "holder_fds", "children"):
         assert getattr(after, name) == getattr(before, name), name
+    assert after.pidfds <= GROUPS
     assert after.rss_bytes - before.rss_bytes < GROWTH_BYTES
     assert after.catalog_bytes - before.catalog_bytes < CATALOG_GROWTH_BYTES

@@ -13,6 +13,7 @@ import pytest
 from tests.fault.checker import Promises
 from tests.fault.cycles import HOUSE_CYCLES, START_S, Totals, run
 from tests.support.fixtures import MakeDaemon
+from tests.support.seeds import drawn_seed
 
 CYCLES = int(os.environ.get("KVTIERD_FAULT_CYCLES", "12"))
 HOUSES = 4
@@ -21,7 +22,7 @@ FIRST_STARTS = 3
 
 @pytest.mark.timeout(120 + 20 * CYCLES)
 def test_random_kills_lose_nothing_and_show_nobody_what_is_not_his(tmp_path: Path) -> None:
-    seed = random.randrange(1 << 32)
+    seed = drawn_seed("KVTIERD_FAULT_CYCLES")
     totals = Totals()
     run(tmp_path, CYCLES, seed, totals, min(HOUSE_CYCLES, -(-CYCLES // HOUSES)))
     print(*totals.lines(), sep="\n")

@@ -25,7 +25,7 @@ def assert_books_balance(daemon: DaemonProcess, blocks: int) -> None:
             )
         )
 
-    until(balanced, f"the books balance with {blocks} blocks: {daemon.tenant()}", 5.0)
+    until(balanced, lambda: f"the books balance with {blocks} blocks: {daemon.tenant()}", 30.0)
 
 
 def assert_files_are_sound(daemon: DaemonProcess, spill: list[str] | None = None) -> None:
@@ -115,7 +115,7 @@ def test_a_kill_during_demotion_and_during_promotion(make_daemon: MakeDaemon) ->
     with daemon.client() as client:
         session = promises.open(client)
         fill(client, promises, session, 96)
-        client.send("reserve", client.lease(), KNOWN, 100, 0, 0, 20.0)  # demotes nearly all
+        client.send("reserve", client.lease(), KNOWN, 100, 0, 0, 60.0)  # demotes nearly all
         with RawClient(daemon.admin_path) as operator:
             operator.ask("stats")
         daemon.kill()
@@ -125,7 +125,7 @@ def test_a_kill_during_demotion_and_during_promotion(make_daemon: MakeDaemon) ->
         promises.check(client)
         daemon.admin("evict", "t")
         until(lambda: daemon.tenant()["dram"]["blocks"] == 0, "all is on NVMe")
-        client.send("acquire", client.lease(), session, 0, KNOWN, 0, 96, 20.0)  # promotes
+        client.send("acquire", client.lease(), session, 0, KNOWN, 0, 96, 60.0)  # promotes
         with RawClient(daemon.admin_path) as operator:
             operator.ask("stats")
         daemon.kill()

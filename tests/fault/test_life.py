@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.checker import KNOWN, LAYOUT, Promises
+from tests.fault.test_capacity import fill_both_tiers
 from tests.fault.test_kill_daemon import assert_books_balance, assert_files_are_sound
 from tests.support.daemon import ARENA_BYTES, DaemonProcess
 from tests.support.fixtures import MakeDaemon
@@ -216,16 +217,9 @@ def test_a_full_spill_quota_of_one_tenant_is_its_own(make_daemon: MakeDaemon) ->
         ]
     ).start()
     with daemon.client() as client:
-        session = client.open(LAYOUT)
-        stored = 0
-        while True:
-            granted = client.call("reserve", client.lease(), KNOWN, 8, 0, 0, 5.0)
-            if granted[0] == "error":
-                break
-            client.ask("abort", granted[4])
-            client.swap_out(KNOWN, session, 0, {stored + i: stored + i for i in range(8)})
-            stored += 8
-        assert granted[4] == 302
+        promises = Promises()
+        session = promises.open(client)
+        fill_both_tiers(client, promises, session)
         assert daemon.tenant()["nvme"]["used_bytes"] <= 2 << 20
-        assert stored * BLOCK_BYTES > ARENA_BYTES
-        assert client.swap_in(KNOWN, session, 0, 0, stored) == list(map(pattern, range(stored)))
+        assert promises.total() * BLOCK_BYTES > ARENA_BYTES
+        promises.check(client)

@@ -68,7 +68,7 @@ def assert_lost_or_right(client: RawClient, session: int, promises: Promises) ->
     """Every page comes back right or is BlockLost; returns how many are lost."""
     lost = 0
     for page, seed in promises.pages[session].items():
-        granted = client.call("acquire", client.lease(), session, 0, KNOWN, page, 1, 5.0)
+        granted = client.call("acquire", client.lease(), session, 0, KNOWN, page, 1, 30.0)
         if granted[0] == "error":
             assert granted[4] == 402, granted
             assert page in from_u32(granted[6]), granted
@@ -77,7 +77,7 @@ def assert_lost_or_right(client: RawClient, session: int, promises: Promises) ->
             assert client.read(from_u64(granted[6])[0]) == pattern(seed)
             client.ask("release", granted[4])
     for index, key in enumerate(KEYS):
-        granted = client.ask("acquire_keys", client.lease(), KNOWN, key, 5.0)
+        granted = client.ask("acquire_keys", client.lease(), KNOWN, key, 30.0)
         if granted[4]:  # else a miss
             assert client.read(from_u64(granted[6])[0]) == pattern(1000 + index)
             client.ask("release", granted[4])

@@ -363,7 +363,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rig, Path, 
 
 
 @hypothesis_settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(block=st.integers(0, 7), byte=st.integers(0, BLOCK_BYTES - 1), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_never_served(

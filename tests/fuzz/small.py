@@ -21,9 +21,11 @@ from tests.fuzz import grammar, script
 from tests.fuzz.grammar import Dice, Mutate
 from tests.fuzz.line import Finding, frame
 from tests.support import raw
+from tests.support.descriptors import descriptors
 
 PACKETS_MAX = 40
 REPLIES_MAX = 100
+WAIT_S = 30.0
 
 
 class Small:
@@ -114,10 +116,10 @@ class HolderTarget(Small):
     def take(self, data: bytes) -> None:
         packets = list(_packets(data))
         self.counts["inputs"] += 1
-        before = len(os.listdir("/proc/self/fd"))
+        before = descriptors()
         self._at_the_holder(packets)
         self._at_the_daemon(packets)
-        if len(os.listdir("/proc/self/fd")) != before:
+        if not descriptors().items() <= before.items():
             raise Finding("descriptors are left over")
 
     def _at_the_holder(self, packets: list[tuple[bytes, int]]) -> None:
@@ -125,7 +127,7 @@ class HolderTarget(Small):
         held: dict[bytes, int] = {}
         with ours, theirs:
             for socket_ in (ours, theirs):
-                socket_.settimeout(0.0 if socket_ is ours else 5.0)
+                socket_.settimeout(0.0 if socket_ is ours else WAIT_S)
             for packet, count in packets:
                 if packet[:1] == b"S" or not packet:
                     continue  # the end of the process, or of the connection
@@ -143,9 +145,9 @@ class HolderTarget(Small):
     def _at_the_daemon(self, packets: list[tuple[bytes, int]]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         keeper = HolderKeeper.__new__(HolderKeeper)
-        keeper._path, keeper._deadline_s, keeper._socket = "holder", 1.0, theirs
+        keeper._path, keeper._deadline_s, keeper._socket = "holder", WAIT_S, theirs
         with ours, theirs:
-            theirs.settimeout(5.0)
+            theirs.settimeout(WAIT_S)
             for packet, count in packets[:PACKETS_MAX]:
                 if packet:
                     socket.send_fds(ours, [packet], [0] * count)

@@ -31,7 +31,8 @@ SESSION = raw.session_id(TOKEN)
 TYPED = {101, 102, 103, *range(201, 208), *range(301, 304), 401, 402, 501}
 """Codes that a client may cause; 502 (a fault in the daemon) is not one."""
 many = settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None,
+    max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), database=None,
+    derandomize="KVTIERD_FUZZ_EXAMPLES" not in os.environ,
     phases=[Phase.explicit, Phase.generate],  # one daemon for all: shrinking would mislead
 )  # fmt: skip
 
@@ -211,7 +212,7 @@ def assert_nothing_is_left(daemon: DaemonProcess) -> None:
             and tenant["dram"]["used_bytes"] == tenant["nvme"]["used_bytes"] == 0
         )
 
-    until(empty, f"nothing is left: {daemon.tenant()}", 5.0)
+    until(empty, lambda: f"nothing is left: {daemon.tenant()}", 30.0)
 
 
 @many
@@ -391,19 +392,19 @@ def test_ids_in_use_and_too_many_at_once(fuzzed: DaemonProcess, witness: RawClie
     with fuzzed.client() as client:
         client.ask("register_layout", LAYOUT)
         client.reserve(KNOWN, blocks - blocks // 8)
-        waiting = ["reserve", 50, 999, KNOWN, blocks // 2, 0, 0, 30.0]
+        waiting = ["reserve", 50, 999, KNOWN, blocks // 2, 0, 0, 60.0]
         client.send_frame(msgpack.packb(waiting))
         for _ in range(5):
             client.send_frame(msgpack.packb(waiting))
             assert client.reply(50)[4] == 204  # the first one still waits
         for number in range(limit - 1):
-            reserve = ["reserve", 1000 + number, 1000 + number, KNOWN, blocks // 2, 0, 0, 30.0]
+            reserve = ["reserve", 1000 + number, 1000 + number, KNOWN, blocks // 2, 0, 0, 60.0]
             client.send_frame(msgpack.packb(reserve))
-        client.send_frame(msgpack.packb(["reserve", 5000, 5000, KNOWN, blocks // 2, 0, 0, 30.0]))
+        client.send_frame(msgpack.packb(["reserve", 5000, 5000, KNOWN, blocks // 2, 0, 0, 60.0]))
         assert client.reply(5000)[4] == 207
         client.send_frame(msgpack.packb(["release", 5001, 77, 1]))  # one-way ones always pass
         assert client.push("failed")[1] == 5001
-    assert fuzzed.tenant()["waiting"] == 0
+    until(lambda: fuzzed.tenant()["waiting"] == 0, "nobody waits for a closed connection")
     with RawClient(fuzzed.client_path, client.group, client.secret) as again:
         again.member = client.member
         again.hello()
@@ -437,4 +438,4 @@ def session_of(client: RawClient) -> int:
 def test_the_books_balance_in_the_end(fuzzed: DaemonProcess, witness: RawClient) -> None:
     assert_books_balance(fuzzed, fuzzed.tenant()["held_blocks"])
     fuzzed.assert_no_faults()
-    assert fuzzed.admin("stats")["health"] == {"ok": True, "reasons": []}
+    assert fuzzed.ails() == []

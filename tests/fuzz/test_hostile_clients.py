@@ -78,7 +78,8 @@ def test_many_that_never_say_hello(shared: DaemonProcess, witness: RawClient) ->
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(shared.client_path)) for _ in range(CONNECTIONS)]
         for number, sock in enumerate(socks):
-            sock.sendall(frame("hello", 1, 1, "slow", bytes(16), bytes(16))[: number % 20])
+            with contextlib.suppress(BrokenPipeError):  # its time may be over already
+                sock.sendall(frame("hello", 1, 1, "slow", bytes(16), bytes(16))[: number % 20])
         is_served(witness)
         with shared.client() as another:
             another.ask("register_layout", LAYOUT)
@@ -145,7 +146,7 @@ def test_a_flood_of_connects(shared: DaemonProcess, witness: RawClient) -> None:
     for _ in range(300):
         connect(shared.client_path).close()
     is_served(witness)
-    until(lambda: descriptors(shared) == before, "nothing is left of them")
+    until(lambda: descriptors(shared) <= before, "nothing is left of them")
 
 
 def test_a_flood_of_the_smallest_frames(shared: DaemonProcess, witness: RawClient) -> None:
@@ -173,7 +174,7 @@ def test_more_requests_than_may_wait(shared: DaemonProcess, witness: RawClient) 
         client.ask("register_layout", LAYOUT)
         client.reserve(KNOWN, blocks - blocks // 4)
         client.socket.sendall(
-            b"".join(frame("reserve", 100 + n, 100 + n, KNOWN, blocks // 2, 0, 0, 30.0)
+            b"".join(frame("reserve", 100 + n, 100 + n, KNOWN, blocks // 2, 0, 0, 60.0)
                      for n in range(2 * limit))
         )  # fmt: skip
         for _ in range(limit):

@@ -167,9 +167,11 @@ if os.geteuid() == 0:
         assert opened[-1][4] == 207
         session, stored = opened[0][4], 0
         while True:
-            granted = theirs.call("reserve", theirs.lease(), KNOWN, 8, 0, 0, 5.0)
+            granted = theirs.call("reserve", theirs.lease(), KNOWN, 8, 0, 0, 1.0)
+            if granted[0] == "error" and granted[4] == 301:
+                continue  # what leaves DRAM is on its way
             if granted[0] == "error":
-                assert granted[4] in (301, 302)
+                assert granted[4] == 302
                 break
             theirs.ask("abort", granted[4])
             theirs.swap_out(KNOWN, session, 0, {stored + i: 500 + i for i in range(8)})

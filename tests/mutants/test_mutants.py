@@ -61,11 +61,11 @@ def test_the_page_names_every_fault_with_tests_and_files_that_exist() -> None:
         assert [file for file in files if not Path(ROOT / file).exists()] == []
 
 
+@pytest.mark.timeout(600)
 def test_a_few_mutants_are_caught() -> None:
-    """`make mutants` tries all of them."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    chosen = random.Random(seed).sample([m for m in MUTANTS if is_quick(m)], SAMPLE)
+    """`make mutants` tries all of them; these are others whenever the table has changed."""
+    quick = [mutant for mutant in MUTANTS if is_quick(mutant)]
+    chosen = random.Random(len(quick)).sample(quick, SAMPLE)
     with bench() as tree:
         assert tree.check(chosen) == "", "the tests fail without any mutant"
         verdicts = [tree.attempt(mutant) for mutant in chosen]

@@ -13,7 +13,7 @@ from tests.support.raw import RawClient
 from tests.support.wait import until
 
 START_S = 120.0
-STOP_S = 30.0
+STOP_S = 60.0
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "arena": {
@@ -23,7 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "spill": {"capacity_bytes": 64 << 20, "slab_bytes": 1 << 20, "io_threads": 4},
     "recovery": {"memory": "holder"},
     "limits": {},
-    "stop": {"timeout": "10s"},
+    "stop": {"timeout": "30s"},
 }  # fmt: skip
 ARENA_BYTES = 8 << 20
 """128 blocks of 64 KiB."""
@@ -200,6 +200,12 @@ class DaemonProcess:
         """A tenant's gauges."""
         found: dict[str, Any] = self.admin("stats")["tenants"][name]
         return found
+
+    def is_empty(self) -> bool:
+        """Whether nothing is stored, leased or on its way."""
+        tenant = self.tenant()
+        used = tenant["dram"]["used_bytes"] + tenant["nvme"]["used_bytes"]
+        return bool(tenant["sessions"] == tenant["leases"] == used == 0)
 
     def ails(self) -> list[str]:
         """Why it is unwell; that a busy machine has held up its loop is left out."""

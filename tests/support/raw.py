@@ -19,7 +19,7 @@ NO_NODE = 0xFFFFFFFF
 PUSHES = {"ready", "failed", "pressure", "revoke"}
 BLOCK_BYTES = 65536
 BLOCK_TOKENS = 16
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 
 
 def u32(*values: int) -> bytes:
@@ -229,7 +229,7 @@ class RawClient:
         known = self.ask("register_layout", fields)[4]
         return int(self.ask("open_session", token or os.urandom(16), [known], 0, name)[4])
 
-    def reserve(self, known: bytes, blocks: int, wait_s: float = 10.0) -> tuple[int, list[int]]:
+    def reserve(self, known: bytes, blocks: int, wait_s: float = 30.0) -> tuple[int, list[int]]:
         """A write lease and the arena offsets of its slots."""
         granted = self.ask("reserve", self.lease(), known, blocks, 0, 0, wait_s)
         return granted[4], from_u64(granted[6])
@@ -244,7 +244,7 @@ class RawClient:
 
     def swap_out(
         self, known: bytes, session: int, node: int, seeds: dict[int, int],
-        retention: int = HELD, wait_s: float = 10.0,
+        retention: int = HELD, wait_s: float = 30.0,
     ) -> None:  # fmt: skip
         """Store pages {page: seed of its bytes}; when this returns they are acknowledged."""
         lease, offsets = self.reserve(known, len(seeds), wait_s)
@@ -258,7 +258,7 @@ class RawClient:
         assert done[4] == n
 
     def swap_in(
-        self, known: bytes, session: int, node: int, first: int, pages: int, wait_s: float = 10.0
+        self, known: bytes, session: int, node: int, first: int, pages: int, wait_s: float = 30.0
     ) -> list[bytes]:
         """The bytes of pages, window by window."""
         found: list[bytes] = []

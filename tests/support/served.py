@@ -18,7 +18,7 @@ from tests.support.raw import RawClient
 from tests.support.wait import until
 
 T = TypeVar("T")
-WAIT_S = 20.0
+WAIT_S = 30.0
 
 
 def small_config(place: Path, **sections: Any) -> configuration.Config:

@@ -3,7 +3,7 @@
 import hashlib
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtierd.tiers.bodies import (
@@ -76,7 +76,6 @@ def test_a_batch_of_any_size_has_each_bodys_checksum() -> None:
     assert body_sums(rows[:0]).shape == (0,)
 
 
-@settings(deadline=None)
 @given(st.lists(values(), min_size=1, max_size=8), st.sampled_from(Kind))
 def test_fields_come_back_as_they_went_in(rows: list[dict[str, int]], kind: Kind) -> None:
     columns = {name: np.array([row[name] for row in rows], np.uint64) for name in NAMES}

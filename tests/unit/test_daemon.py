@@ -1,5 +1,6 @@
 """The daemon around the core: whatever fails in it, its clients are answered and others go on."""
 
+import itertools
 import os
 import stat
 import threading
@@ -329,6 +330,32 @@ def test_what_the_catalog_refuses_is_told_kept_and_stored_later(
             until(lambda: not writer.queued, "nothing is queued")
         stored = catalog.load().sessions
         assert [one.session[:8] for one in stored] == [raw.session_id(token).to_bytes(8, "little")]
+
+    served.play(scene)
+
+
+def test_what_the_catalog_has_refused_is_told_while_it_is_tried_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scene(served: Served) -> None:
+        catalog, calls = served.daemon.parts.catalog, itertools.count()
+        apply, again, go_on = catalog.apply, threading.Event(), threading.Event()
+
+        def refused_at_first(ops: Any) -> None:
+            if next(calls) == 0:
+                raise CatalogFull("cannot change it", "no room", "make some")
+            again.set()
+            assert go_on.wait(WAIT_S)
+            apply(ops)
+
+        with served.client() as client:
+            client.ask("register_layout", LAYOUT)
+            monkeypatch.setattr(catalog, "apply", refused_at_first)
+            assert client.code("open_session", bytes(16), [KNOWN]) == errors.SpillFull.code
+            assert again.wait(WAIT_S)
+            assert served.told("catalog")
+            go_on.set()
+            until(lambda: not served.told("catalog"), "it is stored")
 
     served.play(scene)
 

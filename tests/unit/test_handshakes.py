@@ -1,6 +1,7 @@
 """Handshakes: one that stops midway ends, leaves its place, and holds up no other; one that names
 its member ends the older connections of that process."""
 
+import contextlib
 import socket
 import struct
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from kvtier_client import errors
 from kvtierd import server
-from tests.support.raw import Closed, RawClient, layout
+from tests.support.raw import TIMEOUT_S, Closed, RawClient, layout
 from tests.support.served import Served
 from tests.support.wait import until
 
@@ -25,29 +26,35 @@ HALVES = 3
 
 
 def dial(served: Served, said: bytes) -> socket.socket:
-    """A connection on which so much was said."""
+    """A connection on which so much was said, unless its time was over before."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(5.0)
+    sock.settimeout(TIMEOUT_S)
     sock.connect(served.client_path)
-    sock.sendall(said)
+    with contextlib.suppress(BrokenPipeError):
+        sock.sendall(said)
     return sock
+
+
+def ends(sock: socket.socket) -> bool:
+    """Whether a connection ends without a word."""
+    with sock, contextlib.suppress(ConnectionResetError):  # what came late was not read
+        return sock.recv(100) == b""
+    return True
 
 
 @pytest.mark.parametrize("said", [b"", FRAME[:2], FRAME[:4], FRAME[:-1]], ids=len)
 def test_a_handshake_that_stops_midway_ends_and_leaves_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.05)
-
     def scene(served: Served) -> None:
-        for _ in range(5):
-            halves = [dial(served, said) for _ in range(HALVES)]
-            for half in halves:
-                assert half.recv(100) == b""
-                half.close()
+        with monkeypatch.context() as impatient:
+            impatient.setattr(server, "HELLO_TIMEOUT_S", 0.05)
+            for _ in range(5):
+                halves = [dial(served, said) for _ in range(HALVES)]
+                assert all(ends(half) for half in halves)
         with served.client() as client:
             client.ask("cancel", 1)
-        assert served.tenant()["clients"] == 0
+        until(lambda: served.tenant()["clients"] == 0, "nobody is counted")
 
     Served(tmp_path, limits={"connections": CONNECTIONS}).play(scene)
 
@@ -96,7 +103,7 @@ def test_all_clients_come_back_at_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(30)
         assert len(welcomes) == len(groups)
         assert served.faults() == 0
 
@@ -154,7 +161,7 @@ def test_a_dead_processs_connection_ends_though_a_child_of_it_keeps_the_socket(
     def scene(served: Served) -> None:
         ended = subprocess.run(
             [sys.executable, "-c", FORKING, served.client_path],
-            capture_output=True, text=True, timeout=20, check=True,
+            capture_output=True, text=True, timeout=30, check=True,
         )  # fmt: skip
         assert ended.stdout == "closed\n", ended.stderr
         assert served.tenant()["clients"] == 0

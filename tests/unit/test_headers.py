@@ -54,7 +54,7 @@ from tests.header_files import (
 )
 
 KINDS = pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.name.lower())
-MANY = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture(params=list(Kind), ids=lambda kind: kind.name.lower())
