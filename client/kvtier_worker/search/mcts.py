@@ -18,15 +18,18 @@ from kvtier_worker.steps import StepRules
 @dataclass(slots=True, eq=False)
 class _Node:
     branch: Branch
-    parent: "_Node | None" = None
     children: list["_Node"] = field(default_factory=list)
     visits: int = 0
     value: float = 0.0
 
-    def promise(self, exploration: float) -> float:
-        """UCT: its mean value, and more the less it was visited beside the others."""
-        assert self.parent is not None
-        return self.value / self.visits + exploration * sqrt(log(self.parent.visits) / self.visits)
+    def best_child(self, exploration: float) -> "_Node":
+        """UCT: the child of the highest mean value, and more the less it was visited."""
+
+        def promise(child: _Node) -> float:
+            unknown = sqrt(log(self.visits) / child.visits)
+            return child.value / child.visits + exploration * unknown
+
+        return max(self.children, key=promise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +61,29 @@ class Mcts:
             root = _Node(tree.plant())
             tree.park(root.branch)
             for _ in range(self.visits):
-                node = self._expand(tree, self._select(root))
-                value = self._roll_out(tree, node)
-                back: _Node | None = node
-                while back is not None:
-                    back.visits += 1
-                    back.value += value
-                    back = back.parent
+                path = self._select(root)
+                self._expand(tree, path)
+                value = self._roll_out(tree, path[-1])
+                for node in path:
+                    node.visits += 1
+                    node.value += value
             return tree.outcome()
 
-    def _select(self, node: _Node) -> _Node:
-        """The most promising node with room for another step, or at an end."""
-        while not node.branch.ended and len(node.children) == self.width:
-            node = max(node.children, key=lambda child: child.promise(self.exploration))
-        return node
+    def _select(self, root: _Node) -> list[_Node]:
+        """The way to the most promising node with room for another step, or at an end."""
+        path = [root]
+        while not path[-1].branch.ended and len(path[-1].children) == self.width:
+            path.append(path[-1].best_child(self.exploration))
+        return path
 
-    def _expand(self, tree: SearchTree, node: _Node) -> _Node:
-        """Another step from the node; itself if its branch has ended."""
-        if node.branch.ended:
-            return node
-        child = _Node(tree.fork(node.branch), node)
-        tree.grow([child.branch])
-        node.children.append(child)
-        return child
+    def _expand(self, tree: SearchTree, path: list[_Node]) -> None:
+        """Another step from the path's end, and the path on to it; none if its branch has ended."""
+        node = path[-1]
+        if not node.branch.ended:
+            child = _Node(tree.fork(node.branch))
+            tree.grow([child.branch])
+            node.children.append(child)
+            path.append(child)
 
     def _roll_out(self, tree: SearchTree, node: _Node) -> float:
         """The value of a node: the mean score of a few ways on to the end."""

@@ -21,6 +21,7 @@ _ROWS: Final[dict[str, Callable[[StrategyRun], str]]] = {
     "parked / woken": lambda r: f"{r.figures.parked} / {r.figures.woken}",
     "tokens generated": lambda r: str(r.figures.generated_tokens),
     "tokens that sharing saved": lambda r: str(r.figures.shared_tokens),
+    "tokens computed": lambda r: str(r.computed_tokens),
     "tokens recomputed": lambda r: str(r.recomputed_tokens),
     "verifier's calls / failures": lambda r: (
         f"{r.figures.verifier_calls} / {r.figures.verifier_failures}"
@@ -31,6 +32,7 @@ _ROWS: Final[dict[str, Callable[[StrategyRun], str]]] = {
     "down to NVMe / up again, MiB": lambda r: (
         f"{r.tiers.spilled_bytes / MIB:.1f} / {r.tiers.restored_bytes / MIB:.1f}"
     ),
+    "blocks that it pruned": lambda r: str(r.tiers.pruned_blocks),
     "wall time, s": lambda r: f"{r.wall_s:.1f}",
 }
 

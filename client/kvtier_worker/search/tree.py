@@ -89,6 +89,7 @@ class SearchTree:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._first_failure = None  # its traceback leads back here
         self._ends.__exit__(kind, error, traceback)
 
     # -------------------------------------------------------------- making them
@@ -120,7 +121,8 @@ class SearchTree:
         if len(self._branches) >= BRANCHES_MAX:
             raise SearchFailed(
                 f"the search has made {BRANCHES_MAX} branches and has not come to its end; let it"
-                " try fewer ways at once"
+                " try fewer ways at once",
+                self._figures(),
             )
         sequence = self._forked(parent.sequence)
         scanner = None if to_end or parent.scanner is None else parent.scanner.fork()
@@ -210,17 +212,20 @@ class SearchTree:
 
     def ask(self, branch: Branch, said: Callable[[], Said]) -> Said | None:
         """What is said about a branch; None, and the failure noted, if that raises."""
-        failure: Exception | None = branch.sequence.failure
-        if failure is None:
-            self._calls += 1
-            try:
-                return said()
-            except Exception as error:
-                self._failures += 1
-                failure = error
+        if branch.sequence.failure is not None:
+            self._note_failure(branch, branch.sequence.failure)
+            return None
+        self._calls += 1
+        try:
+            return said()
+        except Exception as error:  # anybody's code: the search goes on with the other branches
+            self._failures += 1
+            self._note_failure(branch, error)
+            return None
+
+    def _note_failure(self, branch: Branch, failure: Exception) -> None:
         branch.failure = f"{type(failure).__name__}: {failure}"
         self._first_failure = self._first_failure or failure
-        return None
 
     def outcome(self) -> Outcome:
         """End what has not ended; the best of what has is the winner. Errors: SearchFailed."""
@@ -232,7 +237,8 @@ class SearchTree:
             why = self._first_failure
             raise SearchFailed(
                 f"none of {len(reports)} branches came to an end that could be scored"
-                + (f"; the first to fail: {type(why).__name__}: {why}" if why else "")
+                + (f"; the first to fail: {type(why).__name__}: {why}" if why else ""),
+                self._figures(),
             ) from why
         return Outcome(
             winner=max(scored, key=lambda report: report.score or 0.0),

@@ -70,7 +70,7 @@ class TrialPlan:
 
 class StrategyRun(msgspec.Struct, frozen=True):
     """All searches of one strategy. `failed` are those without any answer; `last` is the last
-    search that found one."""
+    search that found one. `computed_tokens` are all that the model computed, prompts included."""
 
     problems: int
     right: int
@@ -78,6 +78,7 @@ class StrategyRun(msgspec.Struct, frozen=True):
     figures: SearchFigures
     swap: SwapFigures
     tiers: TierFigures
+    computed_tokens: int
     recomputed_tokens: int
     wall_s: float
     last: Outcome | None
@@ -129,11 +130,13 @@ def _run(
         )
         try:
             last = strategy.search(engine, question)
-        except SearchFailed:
-            failed += 1
+        except SearchFailed as error:
+            failed, took = failed + 1, error.figures
         else:
-            right += problem.is_right(last.winner.generated)
-            figures = plus(figures, msgspec.structs.asdict(last.figures))
+            right, took = right + problem.is_right(last.winner.generated), last.figures
+        if took is not None:
+            figures = plus(figures, msgspec.structs.asdict(took))
+    counters = engine.scheduler.counters
     return StrategyRun(
         problems=len(problems),
         right=right,
@@ -141,7 +144,8 @@ def _run(
         figures=figures,
         swap=engine.store.figures(),
         tiers=watch.figures(),
-        recomputed_tokens=engine.scheduler.counters.recomputed_tokens,
+        computed_tokens=counters.computed_tokens,
+        recomputed_tokens=counters.recomputed_tokens,
         wall_s=perf_counter() - began_s,
         last=last,
     )

@@ -36,4 +36,10 @@ class MajorityVote:
 
     def _answer(self, tree: SearchTree, branch: Branch) -> Hashable | None:
         prompt, generated = tree.question.prompt, tuple(branch.sequence.generated)
-        return tree.ask(branch, lambda: self.answer_of(prompt, generated))
+
+        def said() -> Hashable | None:
+            answer = self.answer_of(prompt, generated)
+            hash(answer)  # what cannot be counted fails here, as the branch's own failure
+            return answer
+
+        return tree.ask(branch, said)
