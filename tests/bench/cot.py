@@ -119,7 +119,7 @@ def _figures(
         Figure("cot.throughput_x", _speed_x(entrants, Policy.UNFOLD), 5.3, note="of whole runs"),
         middle("cot.rounds.throughput_x", _ratios(turns, Policy.UNFOLD)),
         Figure("cot.recomputed_tokens", fold.recomputed_tokens, 0, "lower"),
-        Figure("cot.bound_x", bound(size, KEEP), note="most that concurrency_x can be"),
+        Figure("cot.bound_x", bound(size, KEEP), note="what lengths alone allow"),
         Figure("cot.swap.concurrency_x", swap.mean_running / full.mean_running),
         Figure("cot.swap.throughput_x", _speed_x(entrants, Policy.SWAP)),
         middle("cot.swap.rounds.throughput_x", _ratios(turns, Policy.SWAP)),
