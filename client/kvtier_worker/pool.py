@@ -134,7 +134,7 @@ class PagedPool:
     def write_blocks(self, pages: Seq[int], records: Tensor) -> None:
         """Copy block records into pages, without bias. Shapes: `records` [n, *shape.record]."""
         index = self._index(pages)
-        scatter_blocks(self.k_pages, self.v_pages, index, records)
+        scatter_blocks(self.k_pages, self.v_pages, index, records.to(index.device))
         for bias in self.bias_pages:
             bias[index] = 0
 
