@@ -4,6 +4,7 @@ Whichever thread waits first reads the socket for all; the others wait until the
 A small background thread looks after the client while nobody calls it.
 """
 
+import contextlib
 import logging
 import select
 import socket
@@ -275,7 +276,8 @@ class Driver:
             with core.lock:
                 protocol.open()
                 hello = protocol.take_outbox()
-            self._send(sock, hello)
+            with contextlib.suppress(BrokenPipeError):  # a daemon that refuses says why, and closes
+                self._send(sock, hello)
             poll = select.poll()
             poll.register(sock, select.POLLIN)
             while True:

@@ -245,7 +245,8 @@ class AsyncDriver:
         try:
             await self._loop.sock_connect(sock, core.path)
             protocol.open()
-            await self._loop.sock_sendall(sock, protocol.take_outbox())
+            with contextlib.suppress(BrokenPipeError):  # a daemon that refuses says why, and closes
+                await self._loop.sock_sendall(sock, protocol.take_outbox())
             while True:
                 await self._until_readable(sock)
                 if greeting.receive(sock):

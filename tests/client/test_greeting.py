@@ -6,10 +6,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvtier_client import looping
-from kvtier_client.errors import ConnectionLost
+from kvtier_client import looping, wire
+from kvtier_client.errors import ConnectionLost, QuotaExceeded
+from kvtier_client.protocol import Protocol
 from tests.client.scripted import ScriptedDaemon
 from tests.client.shells import Shells
 
@@ -65,3 +67,29 @@ def test_silence_ends_in_an_error_at_the_deadline_and_the_next_call_succeeds(
         client._core.deadline_s = 30.0
         client.connect()
         client.close()
+
+
+def test_a_refusal_that_comes_before_hello_is_told(
+    shells: Shells, silent: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, open_ = threading.Event(), Protocol.open
+
+    def open_late(protocol: Protocol) -> None:
+        assert refused.wait(30)  # connected, and nothing said yet
+        open_(protocol)
+
+    def refuse() -> None:
+        connection, _ = silent.accept()
+        with connection:
+            error = wire.Error(0, 1, 0, QuotaExceeded.code, "no more connections")
+            connection.sendall(wire.frame(error, msgspec.msgpack.Encoder()))
+        refused.set()
+
+    monkeypatch.setattr(Protocol, "open", open_late)
+    monkeypatch.setattr(looping, "GREETING_TIMEOUT_S", 30.0)
+    daemon = threading.Thread(target=refuse)
+    daemon.start()
+    client = shells.open(tmp_path / "kv.sock")
+    with pytest.raises(QuotaExceeded, match="no more connections"):
+        client.connect()
+    daemon.join()
