@@ -23,8 +23,9 @@ import msgspec
 from tests.mutants.table import ROOT, Mutant
 
 LEFT_OUT: Final = shutil.ignore_patterns(".*", "build", "*.egg-info")
-TEST_TIMEOUT_S: Final = 60
-RUN_TIMEOUT_S: Final = 120
+TEST_TIMEOUT_S: Final = 150
+"""Longer than the longest wait of a test that waits in vain."""
+RUN_TIMEOUT_S: Final = 300
 BASELINE_TIMEOUT_S: Final = 900
 PASSED, FAILED = 0, 1  # pytest's exit codes
 _BROKEN: Final = re.compile(
