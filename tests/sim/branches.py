@@ -81,7 +81,9 @@ class Branches(Writing):
                 for page in pages.tolist() if node is not None else ():
                     records = np.zeros((1, which.block_bytes // 8), np.uint64)
                     try:
-                        valid = await handle.swap_in(records, [page], info.node, which, wait_s=3.0)
+                        valid = await handle.swap_in(
+                            records, [page], info.node, which, wait_s=self.wait_s
+                        )
                     except (*GONE, *TROUBLE, errors.InvalidArgument):
                         continue
                     value = int(records[0, 0])

@@ -38,6 +38,8 @@ class Hand:
         self.client, self.tenant, self.alone = client, tenant, alone
         """`alone`: no other task uses the client."""
         self.random = sim.random
+        self.wait_s = 3.0
+        """How long it waits for what it reads; a call of the disk takes up to 0.6 s."""
         self.session: Session | None = None
         self.handle: AsyncSession
         self.colleagues: Callable[[], list[Worker]] = list

@@ -31,7 +31,7 @@ class Keys(Hand):
         """Read keyed blocks back; those that the session holds must be there."""
         records = np.zeros((len(keys), KEYED.block_bytes // 8), np.uint64)
         held = set(self.mine().holds)
-        hits = await self.client.get_keys(KEYED, keys, records, wait_s=3.0)
+        hits = await self.client.get_keys(KEYED, keys, records, wait_s=self.wait_s)
         for key, record in zip(keys[:hits], records, strict=False):
             possible = self.truth.keys.get((self.tenant, key), set())
             if int(record[0]) not in possible or not (record == record[0]).all():

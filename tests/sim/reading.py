@@ -41,7 +41,7 @@ class Reading(Hand):
         records = np.zeros((len(pages), which.block_bytes // 8), np.uint64)
         span = (pages[0], pages[-1] + 1)
         try:
-            valid = await self.handle.swap_in(records, span, node.id, which, wait_s=3.0)
+            valid = await self.handle.swap_in(records, span, node.id, which, wait_s=self.wait_s)
         except (*GONE, errors.InvalidArgument) as error:
             self._missing(node, part, pages, error)
             return

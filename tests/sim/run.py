@@ -248,6 +248,7 @@ class History:
         actor = Actor(
             self.sim, self.truth, self.host.medium, worker.client, worker.tenant, alone=True
         )
+        actor.wait_s = 60.0
         for session in self.truth.sessions:
             if session.tenant != worker.tenant or not session.opened or session.ended:
                 continue
