@@ -18,7 +18,7 @@ from tests.sim.many import complaint, outcomes
 from tests.sim.run import STEPS, History, length_of
 
 SHORT_STEPS = 200
-HISTORIES = ((0, 2000, SHORT_STEPS), (1_000_000, 100, STEPS))
+HISTORIES = ((0, 2000, SHORT_STEPS), (1_000_000, 40, STEPS))
 """First seed, how many of them, and steps of the longest one."""
 
 REACHED = {
