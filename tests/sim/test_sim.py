@@ -24,8 +24,8 @@ HISTORIES = ((0, 2000, SHORT_STEPS), (1_000_000, 40, STEPS))
 REACHED = {
     "requests while fate strikes": 20_000, "blocks verified at the end": 5_000,
     "kills between events": 300, "kills inside a call": 90, "reboots": 180, "graceful stops": 140,
-    "starts": 1_400, "starts refused": 20, "older catalogs": 8, "start found: sessions": 1_000,
-    "start found: blocks": 1_600, "unsynced sectors lost": 300,
+    "starts": 1_400, "starts refused": 20, "older catalogs": 5, "start found: sessions": 1_000,
+    "start found: blocks": 1_600, "unsynced sectors lost": 190,
     "clients killed": 350, "SIGSTOP": 500, "connections cut": 300, "clock jumps": 120,
     "disk stuck": 190, "probes while the disk was stuck": 100, "page corrupted": 300,
     "write ENOSPC": 20, "header ENOSPC": 15, "catalog ENOSPC": 150, "write EIO": 10, "read EIO": 3,
@@ -33,9 +33,9 @@ REACHED = {
     "daemon: committed_blocks": 9_000, "daemon: spilled_blocks": 2_500,
     "daemon: restored_blocks": 1_200, "daemon: evicted_clean_blocks": 500,
     "daemon: dropped_cached_blocks": 150, "daemon: scrubbed_blocks": 900,
-    "daemon: scrub_bad_blocks": 20, "daemon: lost_blocks": 20, "daemon: checksum_mismatches": 25,
+    "daemon: scrub_bad_blocks": 10, "daemon: lost_blocks": 14, "daemon: checksum_mismatches": 16,
     "daemon: io_errors": 150, "daemon: expired_leases": 80, "daemon: refused_reserves": 80,
-    "daemon: folds": 25, "daemon: pruned_blocks": 5, "recounts with slots in quarantine": 40,
+    "daemon: folds": 14, "daemon: pruned_blocks": 1, "recounts with slots in quarantine": 40,
     "reply SpillFull": 120, "reply ArenaFull": 50, "reply BlockLost": 8, "reply LeaseExpired": 60,
 }  # fmt: skip
 """What all of them together must have met at least: about a third of what they meet, so that a
