@@ -17,10 +17,10 @@ from tests.vllm.stage import Run, prompts, speak
 RESULTS: Final = ROOT / "build" / "bench.json"
 PAIRS: Final = 5
 REQUESTS: Final = 8
-PROMPT_TOKENS: Final = 320
-NEW_TOKENS: Final = 160
-POOL_BLOCKS: Final = 33
-"""About three requests find room when they begin, two when they end: one of three is preempted."""
+PROMPT_TOKENS: Final = 64
+NEW_TOKENS: Final = 192
+POOL_BLOCKS: Final = 32
+"""Less than half of what the requests need at their end."""
 LONG_TOKENS: Final = 960
 LONG_TEXTS: Final = 1000
 """The number of the first long text."""
