@@ -119,7 +119,7 @@ class ReadAhead:
         with core.lock:
             lease.users -= 1
             if lease.retired and lease.users == 0:
-                core.end_lease(lease, lazily=not core.stats.pressure)
+                core.end_lease(lease, lazily=True)
 
     def follow(self, single: "Single") -> None:
         """A page is being asked for by itself: ask for those behind it if it follows another."""
@@ -209,4 +209,4 @@ class ReadAhead:
         core = self._core
         lease.retired = True
         if lease.users == 0:
-            core.end_lease(lease, lazily=not core.stats.pressure)
+            core.end_lease(lease, lazily=True)

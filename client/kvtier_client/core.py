@@ -159,7 +159,10 @@ class Core:
         lease: Lease | None = None,
         lazily: bool = False,
     ) -> Pending:
-        """Build and queue a request without a reply; `lazily` as for `Protocol.submit`."""
+        """Build and queue a request without a reply.
+
+        `lazily` as for `Protocol.submit`; under pressure nothing waits.
+        """
         with self.lock:
             if lease is not None:
                 lease.unsettled += 1
@@ -167,6 +170,7 @@ class Core:
             request = kind(self.protocol.next_id(), *fields)
             self.before(request)
             owner = self if lease is None else lease
+            lazily = lazily and not self.stats.pressure
             return self.protocol.submit(request, owner, oneway=True, lazily=lazily)
 
     def settled(self, pending: Pending) -> None:

@@ -7,8 +7,8 @@ from kvtier_client import wire
 from kvtier_client.core import Unfolded
 from kvtier_client.effects import Op, call
 from kvtier_client.errors import ProtocolError
-from kvtier_client.ops import SessionCore, page_range, settle
-from kvtier_client.single import UNSETTLED_LIMIT
+from kvtier_client.ops import SessionCore, page_range
+from kvtier_client.single import settle_some
 
 
 def fold(
@@ -19,9 +19,8 @@ def fold(
     first, last = page_range(pages)
     fields = (session.id, node, first, last - first, grace_s, kept)
     if not ack:
-        if core.protocol.unsettled >= UNSETTLED_LIMIT:
-            yield from settle(core, core.deadline_s)
-        core.send_oneway(wire.Fold, *fields, lazily=not core.stats.pressure)
+        yield from settle_some(core)
+        core.send_oneway(wire.Fold, *fields, lazily=True)
         return 0
     reply = yield from call(core, wire.Done, wire.Fold, *fields)
     return reply.count

@@ -14,7 +14,7 @@ from kvtier_client.core import Core
 from kvtier_client.effects import Op, Run, Wait
 from kvtier_client.errors import LeaseExpired
 from kvtier_client.leases import Lease, RegisteredLayout
-from kvtier_client.ops import LayoutRef, SessionCore
+from kvtier_client.ops import LayoutRef, SessionCore, settle
 from kvtier_client.pool import SlotPool, pool_blocks
 from kvtier_client.protocol import Pending, Phase
 
@@ -91,6 +91,12 @@ def pool_of(core: Core, layout: RegisteredLayout) -> SlotPool | None:
         with core.lock:
             pool = core.pools.setdefault(layout.fingerprint, SlotPool(layout, blocks))
     return pool
+
+
+def settle_some(core: Core) -> Op[None]:
+    """Before one more one-way request: wait for the earlier ones if they are many."""
+    if core.protocol.unsettled >= UNSETTLED_LIMIT:
+        yield from settle(core, core.deadline_s)
 
 
 def write_one(single: Single, valid: int, retention: int, ack: bool) -> Pending | None:

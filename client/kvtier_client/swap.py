@@ -27,17 +27,16 @@ from kvtier_client.ops import (
     page_numbers,
     reserve,
     session_layout,
-    settle,
 )
 from kvtier_client.pool import SlotPool
 from kvtier_client.protocol import Pending
 from kvtier_client.records import Copier, Records, copier
 from kvtier_client.single import (
     LAZY_RELEASE_BYTES,
-    UNSETTLED_LIMIT,
     in_one,
     out_one,
     pool_of,
+    settle_some,
     single_of,
 )
 
@@ -111,8 +110,7 @@ class OutJob:
     ) -> Pending:
         """Name slots `first..` of a lease as blocks `i..j` of the job.
 
-        `lazily`: without `ack` it may wait for the next request, unless the arena is under
-        pressure.
+        `lazily`: without `ack` it may wait for the next request.
         """
         core, count = self.core, j - i
         pages, valid = self.pages[4 * i : 4 * j], self.valid[4 * i : 4 * j]
@@ -133,7 +131,6 @@ class OutJob:
         fields = (*names, self.retention, 0, sums)
         if self.ack:
             return core.send(wire.Commit, *fields, lease=lease)
-        lazily = lazily and not core.stats.pressure
         return core.send_oneway(wire.Commit, *fields, lease=lease, lazily=lazily)
 
     def copy(self, lease: Lease, first: int, i: int, j: int) -> Op[None]:
@@ -169,8 +166,8 @@ def swap_out(
         return
     job.node, job.retention, job.ack, job.draw = node, retention, ack, draw
     job.copier = copier(records, n, known.block_bytes, False)
-    if not ack and core.protocol.unsettled >= UNSETTLED_LIMIT:
-        yield from settle(core, core.deadline_s)
+    if not ack:
+        yield from settle_some(core)
     if draw is None:
         pool = pool_of(core, known)
         if pool is not None and n <= pool.largest and (yield from _out_pooled(job, pool)):
@@ -449,7 +446,7 @@ def _in_window(job: InJob, lease: Lease, i: int, page: int, began_s: float) -> O
         refuse(lease, bad, page)
         whole = not lease.lost
     finally:
-        core.end_lease(lease, lazily=size_bytes <= LAZY_RELEASE_BYTES and not core.stats.pressure)
+        core.end_lease(lease, lazily=size_bytes <= LAZY_RELEASE_BYTES)
     job.valid[i : i + got] = lease.valid
     slow = 2 * lease.restored > got
     core.cost.observe_swap(

@@ -162,7 +162,9 @@ class Llama:
         """
         rows = self.embedding[torch.arange(TILE_SIZES[-1], device=self.device) % self.config.vocab]
         usual = self._gemms(rows, USUAL_ROWS)
-        return tuple(size for size in TILE_SIZES if torch.equal(self._gemms(rows, size), usual))
+        return tuple(
+            size for size in TILE_SIZES if torch.equal(self._gemms(rows[:size], size), usual[:size])
+        )
 
     def _gemms(self, rows: Tensor, size: int) -> Tensor:
         """Every kind of GEMM, on tiles of `size`. Shapes: [rows, hidden] to [rows, vocab]."""
