@@ -7,6 +7,7 @@ its process is killed, `kill` drops what it had to run: nothing of it happens an
 import asyncio
 import contextlib
 import heapq
+import os
 import random
 import zlib
 from collections import Counter, deque
@@ -39,6 +40,8 @@ class Sim:
         self.loops: list[SimLoop] = []
         self.timers: list[tuple[float, int, SimLoop, asyncio.TimerHandle]] = []
         self.failure: BaseException | None = None
+        self.pidfds: dict[int, SimLoop] = {}
+        """Open descriptors that stand for processes."""
         self._numbers = 0
         self.outside = SimLoop(self, "outside")
         """Runs what no process does: bytes that are on their way, and fate."""
@@ -47,6 +50,12 @@ class Sim:
         """Run a handle when its time has come."""
         self._numbers += 1
         heapq.heappush(self.timers, (handle.when(), self._numbers, loop, handle))
+
+    def pidfd(self, process: "SimLoop") -> int:
+        """A descriptor that stands for a process; a SimLoop can wait for its end."""
+        fd = os.open(os.devnull, os.O_RDONLY)
+        self.pidfds[fd] = process
+        return fd
 
     def chance(self, p: float) -> bool:
         """True with probability `p`."""
@@ -237,13 +246,17 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
         if isinstance(fd, int):
-            net.watch_process(self, fd, lambda: callback(*args))
+            process = self.sim.pidfds[fd]
+            if process.dead:
+                self.call_soon(callback, *args)
+            else:
+                process.watchers[fd] = (self, lambda: callback(*args))
         else:
             fd.on_readable(self, callback, args)
 
     def remove_reader(self, fd: Any) -> bool:
         if isinstance(fd, int):
-            net.unwatch_process(fd)
+            self.sim.pidfds.pop(fd).watchers.pop(fd, None)
         else:
             fd.reader = None
         return True

@@ -115,7 +115,7 @@ class Host:
         process = self._processes.get(pid)
         if process is None or process.dead:
             raise ProcessLookupError(3, "No such process")
-        return net.pidfd(process)
+        return self.sim.pidfd(process)
 
     # --------------------------------------------------------- life and death
 
@@ -183,6 +183,10 @@ class Host:
     def _bury(self) -> None:
         """Close what the daemon's process had open, without a word to anybody."""
         self._count_life()
+        if self.daemon is not None:
+            for fd in self.daemon._watch._fds.values():
+                self.loop.remove_reader(fd)
+                os.close(fd)
         parts, self.daemon = self.parts, None
         if parts is None:
             return

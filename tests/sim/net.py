@@ -17,40 +17,15 @@ import msgspec
 from kvtier_client import admin_wire, errors, wire
 
 if TYPE_CHECKING:
-    from tests.sim.clock import Sim, SimLoop
+    from tests.sim.clock import Sim
 
 CAPACITY_BYTES = 8192
 """What a socket holds before its sender must wait; small, so that it happens."""
 SO_PEERPIDFD = 77
 
-_watched: "dict[int, SimLoop]" = {}
-
 
 class Broken(AssertionError):
     """The daemon broke the rules of the conversation."""
-
-
-def pidfd(process: "SimLoop") -> int:
-    """A descriptor that stands for a process."""
-    fd = os.open("/dev/null", os.O_RDONLY)
-    _watched[fd] = process
-    return fd
-
-
-def watch_process(loop: "SimLoop", fd: int, call: Callable[[], None]) -> None:
-    """Call when the process behind a pidfd ends."""
-    process = _watched[fd]
-    if process.dead:
-        loop.call_soon(call)
-    else:
-        process.watchers[fd] = (loop, call)
-
-
-def unwatch_process(fd: int) -> None:
-    """Do not call any more."""
-    process = _watched.pop(fd, None)
-    if process is not None:
-        process.watchers.pop(fd, None)
 
 
 @functools.cache
@@ -224,7 +199,7 @@ class SimSocket:
         if option == SO_PEERPIDFD:
             if process.dead:
                 raise ProcessLookupError(3, "No such process")
-            return pidfd(process)
+            return self.network.sim.pidfd(process)
         return struct.pack("3i", process.pid, process.uid, process.uid)
 
     def close(self) -> None:
