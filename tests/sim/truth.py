@@ -33,11 +33,13 @@ class Cell:
         """A write of this value is under way."""
         self.possible[value] = valid
 
-    def wrote(self, value: int, valid: int, held: bool) -> None:
-        """The write was acknowledged; it replaced what was there, being longer."""
+    def wrote(self, value: int, valid: int, held: bool, hurt: set[int]) -> None:
+        """The write was acknowledged; it replaced what was there, being longer, and is HELD if
+        that was, unless a medium had lost it by then."""
+        replaced = self.possible.keys() - {value}
+        self.must = held or (self.must and not replaced & hurt)
         self.older |= self.possible
         self.possible = {value: valid}
-        self.must |= held
         self.torn = False
 
     def keep(self) -> None:

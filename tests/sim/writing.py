@@ -38,8 +38,9 @@ class Writing(Hand):
         self, node: Node, part: int, pages: list[int], valid: list[int], records: Any, held: bool
     ) -> None:
         """A write was acknowledged."""
+        held, hurt = held and node.held, self.medium.hurt
         for i, page in enumerate(pages):
-            node.cell(part, page).wrote(int(records[i, 0]), valid[i], held and node.held)
+            node.cell(part, page).wrote(int(records[i, 0]), valid[i], held, hurt)
 
     async def swap_out(self, ack: bool = True) -> None:
         node, part, pages, valid, held = self._plan()
