@@ -28,7 +28,7 @@ from kvtierd.core.state import State
 from kvtierd.core.tenant import Tenant
 from kvtierd.core.world import CoreLimits, World
 from kvtierd.restore import Restore, set_aside, strangers
-from kvtierd.tiers.arena import Arena, ArenaSettings, attach_arena, create_arena
+from kvtierd.tiers.arena import Arena, ArenaSettings, attach_arena, create_arena, is_outgrown
 from kvtierd.tiers.errors import StartError
 from kvtierd.tiers.headers import new_superblock
 from kvtierd.tiers.holder import MemoryKeeper, open_keeper
@@ -225,9 +225,15 @@ def _arena(
     payload, headers = f"{number:08x}-payload", f"{number:08x}-headers"
     if payload in kept and headers in kept:
         expected = Expected(Kind.ARENA, instance, geometry, number)
-        arena = attach_arena(tenant.name, kept.pop(payload), kept.pop(headers), expected, settings)
-        log.info("arena %s: taken over, %d bytes", tenant.name, geometry.payload_bytes)
-        return arena
+        if not is_outgrown(tenant.name, kept[headers], expected):
+            fds = kept.pop(payload), kept.pop(headers)
+            arena = attach_arena(tenant.name, *fds, expected, settings)
+            log.info("arena %s: taken over, %d bytes", tenant.name, geometry.payload_bytes)
+            return arena
+        log.info("arena %s: empty memory of another size is let go of", tenant.name)
+        for kind in (payload, headers):
+            keeper.drop(kind)
+            os.close(kept.pop(kind))
     superblock = new_superblock(
         Kind.ARENA, geometry, instance=instance, generation=0, tenant=number
     )

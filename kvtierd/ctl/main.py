@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import click
 
-from kvtier_client.errors import DataError, ProtocolError
+from kvtier_client.errors import CapacityError, DataError, ProtocolError
 from kvtierd.ctl.errors import reported
 
 SOCKET_VARIABLE: Final = "KVTIERCTL_SOCKET"
 TIMEOUT_S: Final = 10.0
 UNHEALTHY_EXIT_CODE: Final = 1
-SCRUB_POLL_S: Final = 0.5
+POLL_S: Final = 0.5
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -198,11 +198,39 @@ def scrub(asker: Asker, wait: bool, as_json: bool) -> None:
         report = asker.ask("scrub")
         number = report["number"]
         while wait and report["running"] and report["number"] == number:
-            time.sleep(SCRUB_POLL_S)
+            time.sleep(POLL_S)
             report = asker.ask("stats")["scrub"]
     _show(as_json, report, show_scrub)
     if report["bad_blocks"] or report["unreadable_blocks"]:
         sys.exit(DataError.exit_code)
+
+
+@main.command()
+@click.argument("tenant")
+@click.option("--wait", is_flag=True, help="Go on until none is left in DRAM, or none can leave.")
+@json_option
+@click.pass_obj
+def evict(asker: Asker, tenant: str, wait: bool, as_json: bool) -> None:
+    """Move a tenant's blocks out of DRAM, to the spill files; clients get them back as ever.
+
+    With --wait, exits with 30 when some had to stay: they are in use, or NVMe is full.
+    """
+    from kvtierd.ctl.views import show_evict
+
+    used_bytes = -1
+    with reported(as_json):
+        while True:
+            started = asker.ask("evict", tenant=tenant)["blocks"]
+            stats = asker.ask("stats")
+            before_bytes, used_bytes = used_bytes, stats["tenants"][tenant]["dram"]["used_bytes"]
+            moving = stats["counters"]["mover_queued"] + stats["counters"]["spill_jobs_in_flight"]
+            stays = used_bytes == before_bytes and not (started or moving)
+            if not (wait and used_bytes) or stays:
+                break
+            time.sleep(POLL_S)
+    _show(as_json, {"tenant": tenant, "dram": stats["tenants"][tenant]["dram"]}, show_evict)
+    if wait and used_bytes:
+        sys.exit(CapacityError.exit_code)
 
 
 @main.command()

@@ -53,6 +53,16 @@ def show_scrub(report: Report) -> None:
     )
 
 
+def show_evict(report: Report) -> None:
+    """What of a tenant is left in DRAM."""
+    dram = report["dram"]
+    click.echo(
+        f"tenant {report['tenant']}: {size(dram['used_bytes'])} left in DRAM, "
+        f"{dram['blocks']} blocks; {size(dram['writing_bytes'])} being written, "
+        f"{size(dram['quarantined_bytes'])} quarantined"
+    )
+
+
 def tiers(stats: Report) -> dict[str, Any]:
     """The part of the stats that `tiers` shows."""
     tenants = stats.get("tenants", {})

@@ -10,6 +10,7 @@ Source: memfd_create(2), fcntl(2) F_ADD_SEALS, madvise(2) MADV_POPULATE_WRITE, m
 
 import concurrent.futures as futures
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import mmap
@@ -343,6 +344,22 @@ def attach_arena(
         arena.lock(on_fault=True)
         undo.pop_all()
         return arena
+
+
+def is_outgrown(name: str, header_fd: int, expected: Expected) -> bool:
+    """Whether the memfds of an earlier life are of another size than is expected, and empty: no
+    block is in them, and nobody writes there. Errors: FormatError as of `attach_arena`."""
+    asked = f"take over the arena of {name}"
+    _check_seals(asked, header_fd)
+    with contextlib.ExitStack() as undo:
+        fd = os.dup(header_fd)
+        undo.callback(os.close, fd)
+        any_size = dataclasses.replace(expected, geometry=None)
+        headers = open_headers(fd, any_size, f"headers of the arena of {name}")
+        undo.pop_all()
+    outgrown = headers.geometry != expected.geometry and not headers.words.any()
+    headers.close()
+    return bool(outgrown)
 
 
 def _check_seals(asked: str, fd: int) -> None:

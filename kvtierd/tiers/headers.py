@@ -324,6 +324,26 @@ class SpillHeaders(HeaderFile):
             else:
                 target[:] = 0
 
+    def copy_into(self, other: "SpillHeaders") -> None:
+        """Copy all that is in use into a new file of more or fewer slabs; numbers stay the same.
+
+        Every slab that is in use or damaged must be one of the new file's, too.
+        Errors: OSError (ENOSPC; EIO where this file cannot be read).
+        """
+        mine, its = self.geometry, other.geometry
+        directory = self._read(self._directory_offset, min(mine.slabs, its.slabs) * RECORD_BYTES)
+        other._write(other._directory_offset, directory)
+        other._write(its.clients_offset, self.key_table())
+        for entry in self.slab_table().entries():
+            other._reserve(entry.slab, entry.slots)
+            first = entry.slab * mine.max_slots
+            for source, target, size in (
+                (self._words_offset, other._words_offset, WORD_BYTES),
+                (self._bodies_offset, other._bodies_offset, BODY_BYTES),
+            ):
+                data = self._read(source + first * size, entry.slots * size)
+                other._write(target + first * size, data)
+
     def sync(self) -> None:
         """Have the disk take what was written."""
         os.fdatasync(self.fd)

@@ -2,11 +2,13 @@
 
     open_spill   (spill_open.py) lock, look, refuse or accept; makes headers of new directories
     scan         what a restart finds, and which of it has lost its payload or its key
-    begin        the start has succeeded: payloads made whole, data keys and generation stamped
+    begin        the start has succeeded: payloads get their size, data keys and generation are
+                 stamped, headers of a new size replace the former ones
     abandon      the start has failed elsewhere: what open_spill made is removed
 
 Each directory holds `headers.kv` and `blocks.kv`. Slots and slabs are numbered through all files;
-all files have one geometry, so a number's file and place are plain divisions.
+all files have one geometry, so a number's file and place are plain divisions. It changes with
+`capacity_bytes`, from one start to the next, and no number with it.
 """
 
 import contextlib
@@ -34,6 +36,8 @@ from kvtierd.tiers.superblock import KEYS_MAX, Geometry
 log = logging.getLogger(__name__)
 
 HEADERS_NAME: Final = "headers.kv"
+NEW_HEADERS_NAME: Final = "headers.kv.new"
+"""Until it is whole, and for a directory that has headers, until the start has succeeded."""
 PAYLOAD_NAME: Final = "blocks.kv"
 
 
@@ -88,14 +92,15 @@ class SpillFile:
         directory: LockedDirectory,
         headers: SpillHeaders,
         cipher: FileCipher,
-        created: bool,
+        former: Geometry | None,
         direct: bool,
     ) -> None:
         self.index = index
         self.directory = directory
         self.headers = headers
         self.cipher = cipher
-        self.created = created
+        self.former = former
+        """How the files were cut before this start; None where there were none."""
         self.direct = direct
         self.payload_fd = -1
         self.payload_bytes = 0
@@ -108,21 +113,35 @@ class SpillFile:
             self.payload_bytes = os.fstat(self.payload_fd).st_size
 
     def make_whole(self, preallocate: bool, undo: list[Callable[[], None]]) -> None:
-        """Give the payload its full size; `undo` collects how to take that back.
+        """Give the payload its size; `undo` collects how to take that back.
 
         Errors: `OSError` (ENOSPC) when it cannot be preallocated.
         """
         size = self.headers.geometry.payload_bytes
+        resize = self.payload_bytes < size or self.resized
         if self.payload_fd < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct_flag
             self.payload_fd = self.directory.open_file(PAYLOAD_NAME, flags)
             undo.append(lambda: self.directory.remove(PAYLOAD_NAME))
-        elif self.payload_bytes < size:
+        elif resize:
             undo.append(lambda: os.ftruncate(self.payload_fd, self.payload_bytes))
-        if self.payload_bytes < size:
+        if resize:
             os.ftruncate(self.payload_fd, size)
         if preallocate:
             os.posix_fallocate(self.payload_fd, 0, size)
+
+    @property
+    def resized(self) -> bool:
+        """Whether this start changes the number of slabs."""
+        return self.former not in (None, self.headers.geometry)
+
+    def adopt_headers(self) -> None:
+        """Put the headers of a resized file in the place of its former ones; they are synced."""
+        at = self.directory.fd
+        if self.resized:
+            os.rename(NEW_HEADERS_NAME, HEADERS_NAME, src_dir_fd=at, dst_dir_fd=at)
+        else:
+            self.directory.remove(NEW_HEADERS_NAME)  # of a start that was killed at it
 
     @property
     def _direct_flag(self) -> int:
@@ -136,8 +155,10 @@ class SpillFile:
     def abandon(self) -> None:
         """Close both files, and remove what this start has made."""
         self._close_files()
-        if self.created:
+        if self.former is None:
             self.directory.remove(HEADERS_NAME)
+        if self.resized:
+            self.directory.remove(NEW_HEADERS_NAME)
         self.directory.discard()
 
     def _close_files(self) -> None:
@@ -296,6 +317,8 @@ class SpillFiles:
                 self._begin_cipher(file, generation)
                 file.headers.set_generation(generation)
                 file.headers.sync()
+            for file in self.files:
+                file.adopt_headers()
                 os.fsync(file.directory.fd)
         except (OSError, StartError) as error:
             for step in reversed(undo):
@@ -308,7 +331,7 @@ class SpillFiles:
                 "make room, lower spill.capacity_bytes or set spill.preallocate = false",
             ) from error
         for file in self.files:
-            file.created = False
+            file.former = self.geometry
 
     def _begin_cipher(self, file: SpillFile, generation: int) -> None:
         where = f"spill.paths[{file.index}] ({file.directory.path})"

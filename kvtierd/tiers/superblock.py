@@ -32,6 +32,10 @@ BYTES_MAX: Final = 1 << 56
 _LAYOUT: Final = struct.Struct("<8sII16sQIIQQQQQ16s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _REMEDY_MOVE: Final = "move the file away, or point the configuration at the right one"
+_REMEDY_ARENA: Final = (
+    "restore the old size and empty it (kvtierctl evict --wait) before the next start, or let go "
+    "of what is only in it (kvtierd --discard-dram; systemctl clean --what=fdstore kvtierd)"
+)
 
 
 class Kind(IntEnum):
@@ -219,7 +223,7 @@ def check(found: Superblock, expected: Expected, asked: str) -> None:
             "geometry",
             asked,
             f"it was made for {found.geometry}, and the configuration asks for {expected.geometry}",
-            "restore the old sizes, or drain it and remove it while the daemon is stopped",
+            _REMEDY_ARENA if found.kind is Kind.ARENA else "restore the old sizes",
         )
     if expected.tenant not in (None, found.tenant):
         raise FormatError("tenant", asked, f"it belongs to tenant {found.tenant:08x}", _REMEDY_MOVE)

@@ -36,6 +36,8 @@ class Actor(Branches, Reading, Keys):
             try:
                 if self.session is None:
                     await self.enter()
+                elif not self.session.usable:
+                    await self.leave()
                 else:
                     [(_, verb)] = self.random.choices(self._verbs, self._weights)
                     await verb()

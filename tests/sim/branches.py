@@ -18,7 +18,7 @@ class Branches(Writing):
     async def enter(self) -> None:
         """Take a session that nobody works on, or a new one."""
         free = [x for x in self.truth.sessions if x.tenant == self.tenant and not x.busy]
-        free = [x for x in free if not x.ended]
+        free = [x for x in free if not x.ended and x.usable]
         new = not free or self.sim.chance(0.15)
         if new:
             session = Session(self.tenant, self.random.randbytes(16), self.random.choice(PARTS))

@@ -68,7 +68,7 @@ class Medium:
         inode = os.fstat(fd).st_ino
         if inode not in self._paths:
             path = os.readlink(f"/proc/self/fd/{fd}")
-            self._paths[inode] = None if "memfd:" in path else path.replace(".kv.new", ".kv")
+            self._paths[inode] = None if "memfd:" in path else path
         if self._paths[inode] is None:
             return
         old = self._unsynced.setdefault(inode, {})
@@ -83,15 +83,24 @@ class Medium:
     def lose_power(self) -> None:
         """Any part of what was not synced is gone."""
         for inode, sectors in self._unsynced.items():
-            path = self._paths[inode]
-            assert path is not None
-            fd = os.open(path, os.O_RDWR)
+            fd = self._find(inode)
+            if fd < 0:
+                continue
             for sector, old in sectors.items():
                 if self.sim.chance(0.5):
                     self.counts["unsynced sectors lost"] += 1
                     os.pwrite(fd, old, sector * SECTOR_BYTES)
             os.close(fd)
         self._unsynced.clear()
+
+    def _find(self, inode: int) -> int:
+        """Open a file, which may have got its final name meanwhile; -1 when it is gone."""
+        path = self._paths[inode]
+        assert path is not None
+        for name in (path, path.removesuffix(".new")):
+            if os.path.exists(name) and os.stat(name).st_ino == inode:
+                return os.open(name, os.O_RDWR)
+        return -1
 
     def values(self, fd: int, offset: int, size: int) -> set[int]:
         """The values of the blocks in a range of a payload."""

@@ -45,7 +45,14 @@ from kvtierd.tiers.spill_work import Running
 from tests.sim import net
 from tests.sim.clock import Failure, Secrets, Sim, SimLoop, Times, hash_by_age
 from tests.sim.files import HeaderCalls, Medium
-from tests.sim.parts import SimCatalogWriter, SimKeeper, SimPool, settings, with_encryption
+from tests.sim.parts import (
+    SimCatalogWriter,
+    SimKeeper,
+    SimPool,
+    settings,
+    with_encryption,
+    with_other_sizes,
+)
 
 FAULT_RATES = [0.003, 0.01, 0.03, 0.1]
 """How likely a fault is in one call, drawn from the seed; higher ones in brief histories."""
@@ -84,6 +91,8 @@ class Host:
         """Whether spill files are encrypted, at each start one of these."""
         self.killed_at: Counter[str] = Counter()
         """After which callbacks, and at which awaits, the daemon was killed."""
+        self._proven = self.config
+        """The configuration of the last start, but for encryption."""
         self.snapshots: list[bytes] = []
         self.counts = sim.counts
         self.check_every = CHECK_EVERY
@@ -131,6 +140,9 @@ class Host:
         self.daemon = self.parts = None
         encrypted = self.sim.random.choice(self._encrypted)
         self.config = with_encryption(self.config, enabled=encrypted)
+        self._proven = self.config
+        if self.begun and self.faults:
+            self.config = with_other_sizes(self.sim, self.config)
         self.loop.call_soon(self._start)
 
     def _start(self) -> None:
@@ -141,13 +153,17 @@ class Host:
         try:
             self.parts = start(self.config)
         except StartError:
-            if not self.medium.faulty_starts:
+            if self.config != self._proven:
+                self.counts["other sizes refused"] += 1
+            elif not self.medium.faulty_starts:
                 raise
+            self.config = self._proven
             self.kill("starts refused")
             return
         finally:
             self.medium.start_rate = 0.0
         self.begun = True
+        self.counts["other sizes"] += self.config != self._proven
         for kind in ("sessions", "orphans", "blocks", "lost"):
             self.counts[f"start found: {kind}"] += getattr(self.parts.outcome, kind)
         self.medium.geometry = self.parts.spill_files.geometry

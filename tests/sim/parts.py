@@ -72,6 +72,27 @@ def with_encryption(config: configuration.Config, *, enabled: bool) -> configura
     )
 
 
+def with_other_sizes(sim: Sim, config: configuration.Config) -> configuration.Config:
+    """The same, with spill files and arenas that may have grown or shrunk."""
+
+    def other(size_bytes: int) -> int:
+        slabs = size_bytes // SLAB_BYTES
+        if sim.chance(0.1):
+            slabs = max(2, slabs + sim.random.choice((-2, -1, 1, 2)))
+        return slabs * SLAB_BYTES
+
+    replace, spill = msgspec.structs.replace, config.spill
+    return replace(
+        config,
+        spill=replace(spill, capacity_bytes=other(spill.capacity_bytes)),
+        tenants=tuple(
+            each if each.name == PROBE
+            else replace(each, arena_bytes=other(each.arena_bytes))
+            for each in config.tenants
+        ),
+    )  # fmt: skip
+
+
 def _key(base: str) -> str:
     """A file with a master key."""
     path = f"{base}/key"

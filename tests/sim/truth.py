@@ -194,6 +194,11 @@ class Session:
         """It is about to be opened for the first time."""
         self.nodes[0] = Node(0, None, 0)
 
+    @property
+    def usable(self) -> bool:
+        """Whether a node of it is surely there."""
+        return any(node.sure for node in self.nodes.values())
+
     def forget_after_reboot(self, kept: set[tuple[int, int, int]]) -> None:
         """Only what was durable must still be there; `kept` has (node, part, page)."""
         for node in self.nodes.values():

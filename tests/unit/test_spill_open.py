@@ -213,9 +213,7 @@ def test_files_of_another_daemon_are_refused(
     assert OTHER_INSTANCE.hex() in refused(used, OTHER_INSTANCE)
 
 
-@pytest.mark.parametrize(
-    "change", [{"capacity_bytes": 8 * MIB}, {"slab_bytes": 2 * MIB}, {"min_block_bytes": 8192}]
-)
+@pytest.mark.parametrize("change", [{"slab_bytes": 2 * MIB}, {"min_block_bytes": 8192}])
 def test_other_sizes_than_those_of_the_files_are_refused(
     tmp_path: Path, used: SpillSettings, unchanged: None, change: dict[str, int]
 ) -> None:
