@@ -92,7 +92,7 @@ class Host:
         self.killed_at: Counter[str] = Counter()
         """After which callbacks, and at which awaits, the daemon was killed."""
         self._proven = self.config
-        """The configuration of the last start, but for encryption."""
+        """The configuration of the last start that succeeded."""
         self.snapshots: list[bytes] = []
         self.counts = sim.counts
         self.check_every = CHECK_EVERY
@@ -139,8 +139,7 @@ class Host:
             medium.start_rate = 0.1
         self.daemon = self.parts = None
         encrypted = self.sim.random.choice(self._encrypted)
-        self.config = with_encryption(self.config, enabled=encrypted)
-        self._proven = self.config
+        self.config = with_encryption(self._proven, enabled=encrypted)
         if self.begun and self.faults:
             self.config = with_other_sizes(self.sim, self.config)
         self.loop.call_soon(self._start)
@@ -153,17 +152,17 @@ class Host:
         try:
             self.parts = start(self.config)
         except StartError:
-            if self.config != self._proven:
+            if self._resizes:
                 self.counts["other sizes refused"] += 1
             elif not self.medium.faulty_starts:
                 raise
-            self.config = self._proven
             self.kill("starts refused")
             return
         finally:
             self.medium.start_rate = 0.0
         self.begun = True
-        self.counts["other sizes"] += self.config != self._proven
+        self.counts["other sizes"] += self._resizes
+        self._proven = self.config
         for kind in ("sessions", "orphans", "blocks", "lost"):
             self.counts[f"start found: {kind}"] += getattr(self.parts.outcome, kind)
         self.medium.geometry = self.parts.spill_files.geometry
@@ -171,6 +170,13 @@ class Host:
         self.daemon = Daemon(self.config, self.parts, None, keep_memory=True)
         self.serving = self.loop.create_task(self.daemon.serve())
         self.set_faults(self.faults)
+
+    @property
+    def _resizes(self) -> bool:
+        """Whether a start has other sizes than the last one."""
+        return with_encryption(self._proven, enabled=self.config.spill.encryption.enabled) != (
+            self.config
+        )
 
     def set_faults(self, on: bool) -> None:
         """Whether disk and catalog fail now and then."""

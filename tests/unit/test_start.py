@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtierd.start import Parts, start
-from kvtierd.tiers.errors import StartError
+from kvtierd.tiers.errors import FormatError, StartError
 from kvtierd.tiers.headers import SpillHeaders
 from tests.support.daemon import DaemonProcess
 from tests.support.descriptors import memfds
@@ -74,6 +74,25 @@ def test_memory_of_a_tenant_that_is_not_named_any_more_is_kept(place: Path) -> N
     ids = life(place, tenants=TENANTS)
     assert found(place, tenants=TENANTS[:1]) == {"a": (ids["a"], ord("a"))}
     assert found(place, tenants=TENANTS) == {name: (ids[name], ord(name)) for name in "ab"}
+
+
+def test_memory_of_another_size_is_let_go_of_when_it_is_empty_and_else_refused(place: Path) -> None:
+    larger = [TENANTS[0] | {"arena_bytes": 2 << 20}]
+    ids = life(place, tenants=TENANTS[:1])
+    parts = start(small_config(place, **HELD, tenants=TENANTS[:1]))
+    parts.arenas["a"].headers.write_word(3, 1)
+    end(parts)
+    for _ in range(2):
+        with pytest.raises(FormatError, match="kvtierctl evict") as caught:
+            start(small_config(place, **HELD, tenants=larger))
+        assert caught.value.reason == "geometry"
+    parts = start(small_config(place, **HELD, tenants=TENANTS[:1]))
+    assert parts.arenas["a"].arena_id == ids["a"]
+    parts.arenas["a"].headers.write_word(3, 0)
+    end(parts)
+    seen = found(place, tenants=larger)
+    assert seen["a"][0] != ids["a"]
+    assert found(place, tenants=larger) == seen
 
 
 def test_a_start_that_fails_leaves_the_memory_to_the_next(place: Path) -> None:
