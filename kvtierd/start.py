@@ -223,17 +223,18 @@ def _arena(
         tenant.arena_bytes // slab_bytes, slab_bytes, slab_bytes // config.arena.min_block_bytes
     )
     payload, headers = f"{number:08x}-payload", f"{number:08x}-headers"
-    if payload in kept and headers in kept:
-        expected = Expected(Kind.ARENA, instance, geometry, number)
-        if not is_outgrown(tenant.name, kept[headers], expected):
-            fds = kept.pop(payload), kept.pop(headers)
-            arena = attach_arena(tenant.name, *fds, expected, settings)
-            log.info("arena %s: taken over, %d bytes", tenant.name, geometry.payload_bytes)
-            return arena
+    expected = Expected(Kind.ARENA, instance, geometry, number)
+    found = payload in kept and headers in kept
+    if found and is_outgrown(tenant.name, kept[headers], expected):
         log.info("arena %s: empty memory of another size is let go of", tenant.name)
-        for kind in (payload, headers):
-            keeper.drop(kind)
-            os.close(kept.pop(kind))
+        for name in (payload, headers):
+            keeper.drop(name)
+            os.close(kept.pop(name))
+        found = False
+    if found:
+        arena = attach_arena(tenant.name, kept.pop(payload), kept.pop(headers), expected, settings)
+        log.info("arena %s: taken over, %d bytes", tenant.name, geometry.payload_bytes)
+        return arena
     superblock = new_superblock(
         Kind.ARENA, geometry, instance=instance, generation=0, tenant=number
     )
