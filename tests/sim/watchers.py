@@ -61,6 +61,7 @@ class Probe:
         await self.client.close()
 
     async def _session(self) -> Any:
+        await self.client.register_layout(LAYOUTS[0])  # which the catalog has to store
         try:
             return await self.client.resume_session(self.token)
         except errors.UnknownSession:
