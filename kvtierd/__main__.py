@@ -10,6 +10,7 @@ import tempfile
 import click
 import uvloop
 
+from kvtierd import __version__, systemd
 from kvtierd import config as configuration
 from kvtierd.config import Config, ConfigError
 from kvtierd.daemon import Daemon
@@ -22,16 +23,14 @@ GC_THRESHOLDS = (20_000, 20, 50)
 
 
 def _run(config: Config, path: str | None, *, discard_dram: bool, ephemeral: bool) -> int:
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(systemd.LineFormatter())
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
     gc.disable()  # a start makes much, and nothing of it is garbage
     try:
         parts = start(config, discard_dram=discard_dram)
     except StartError as error:
-        click.echo(f"kvtierd: {error}", err=True)
+        _complain(error)
         return EXIT_START
     gc.freeze()  # what the start has made stays; collections need not look at it
     gc.enable()
@@ -41,7 +40,12 @@ def _run(config: Config, path: str | None, *, discard_dram: bool, ephemeral: boo
     return 0
 
 
-@click.command()
+def _complain(error: Exception) -> None:
+    click.echo(f"{systemd.prefix(logging.ERROR)}kvtierd: {error}", err=True)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
 @click.option("--config", "path", type=click.Path(dir_okay=False), help="Configuration (TOML).")
 @click.option("--ephemeral", is_flag=True, help="Small and temporary: for trying it out.")
 @click.option("--discard-dram", is_flag=True, help="Let go of the memory of an earlier run.")
@@ -57,9 +61,10 @@ def main(path: str | None, ephemeral: bool, discard_dram: bool) -> None:
             directory = tempfile.mkdtemp(prefix="kvtierd-")
             config = configuration.ephemeral(directory)
             click.echo(f"socket: {config.socket.client_path}", err=True)
+            click.echo(f"kvtierctl --socket {config.socket.admin_path} status", err=True)
         code = _run(config, path, discard_dram=discard_dram, ephemeral=ephemeral)
     except ConfigError as error:
-        click.echo(f"kvtierd: {error}", err=True)
+        _complain(error)
         code = error.exit_code
     finally:
         if directory:

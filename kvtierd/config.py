@@ -78,6 +78,7 @@ class SpillConfig(Section, frozen=True):
     io_threads: int = 16
     queue_bytes: Size = Size(256 * MIB)
     preallocate: bool = False
+    missing: Literal["refuse", "accept"] = "refuse"
     encryption: EncryptionConfig = EncryptionConfig()
 
 

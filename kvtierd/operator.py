@@ -9,6 +9,7 @@ from kvtier_client import admin_wire
 from kvtier_client.errors import InvalidArgument
 from kvtierd import __version__
 from kvtierd.core import report, report_tree
+from kvtierd.core.tenant import Tenant
 
 if TYPE_CHECKING:
     from kvtierd.daemon import Daemon
@@ -22,7 +23,7 @@ class Operator:
         self._world = daemon.state.world
         self._verbs: dict[type, Callable[[Any], dict[str, object]]] = {
             admin_wire.Stats: lambda req: self.stats(),
-            admin_wire.Sessions: lambda req: report.sessions(self._world, req.tenant),
+            admin_wire.Sessions: self._sessions,
             admin_wire.Clients: lambda req: self._clients(),
             admin_wire.Tree: lambda req: report_tree.tree(self._world, req.session),
             admin_wire.Evict: self._evict,
@@ -34,10 +35,22 @@ class Operator:
         """Carry out a request. Errors: KvtierError, ConfigError."""
         return self._verbs[type(req)](req)
 
+    def _tenant(self, name: str) -> Tenant:
+        tenant = self._world.tenants.get(name)
+        if tenant is None:
+            known = ", ".join(sorted(self._world.tenants))
+            raise InvalidArgument(f"there is no tenant {name!r}; there are: {known}")
+        return tenant
+
+    def _sessions(self, req: admin_wire.Sessions) -> dict[str, object]:
+        if req.tenant:
+            self._tenant(req.tenant)
+        return report.sessions(self._world, req.tenant)
+
     def _evict(self, req: admin_wire.Evict) -> dict[str, object]:
-        tenant = self._world.tenants.get(req.tenant or self._daemon.config.tenants[0].name)
-        if tenant is None or req.blocks < 0:
-            raise InvalidArgument(f"there is no tenant {req.tenant!r}, or blocks is negative")
+        tenant = self._tenant(req.tenant or self._daemon.config.tenants[0].name)
+        if req.blocks < 0:
+            raise InvalidArgument(f"cannot evict {req.blocks} blocks; 0 is all of them")
         return {"blocks": self._daemon.state.evictor.evict(tenant, req.blocks or 1 << 30)}
 
     def _scrub(self, req: admin_wire.Scrub) -> dict[str, object]:

@@ -100,7 +100,10 @@ def _start(config: Config, *, discard_dram: bool) -> Parts:
         undo.callback(directory.discard)
         catalog = Catalog.open(directory, config.spill.durability)
         undo.callback(lambda: catalog.abandon(directory))
-        files = open_spill(_spill_settings(config), catalog.instance, catalog.generation)
+        files = open_spill(
+            _spill_settings(config), catalog.instance, catalog.generation,
+            known_files=catalog.spill_files,
+        )  # fmt: skip
         undo.callback(files.abandon)
         keeper = open_keeper(config.recovery.memory, config.runtime_dir)
         undo.callback(keeper.abandon)
@@ -113,7 +116,7 @@ def _start(config: Config, *, discard_dram: bool) -> Parts:
         files.begin(generation)
         for arena in arenas.values():
             arena.headers.set_generation(generation)
-        catalog.stamp(generation)
+        catalog.stamp(generation, len(files.files))
         undo.pop_all()
 
     def close_locks() -> None:
@@ -169,7 +172,8 @@ def _spill_settings(config: Config) -> SpillSettings:
     spill = config.spill
     return SpillSettings(
         spill.paths, spill.capacity_bytes, spill.slab_bytes, config.arena.min_block_bytes,
-        spill.direct_io, spill.durability, spill.preallocate, spill.io_threads, spill.queue_bytes,
+        spill.direct_io, spill.durability, spill.preallocate, spill.missing, spill.io_threads,
+        spill.queue_bytes,
         spill.encryption.enabled, spill.encryption.key, spill.encryption.old_key,
     )  # fmt: skip
 

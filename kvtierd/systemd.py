@@ -1,16 +1,42 @@
-"""The service manager's side of the daemon: notifications and the file descriptor store.
+"""The service manager's side of the daemon: notifications, the file descriptor store, the journal.
 
-Source: sd_notify(3), sd_pid_notify_with_fds(3), sd_listen_fds(3), systemd.exec(5) $FDSTORE.
+Source: sd_notify(3), sd_pid_notify_with_fds(3), sd_listen_fds(3), systemd.exec(5) $FDSTORE and
+$JOURNAL_STREAM, sd-daemon(3).
 """
 
+import logging
 import os
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Final
 
+STDERR_FD: Final = 2
 FIRST_FD: Final = 3
 SEND_TIMEOUT_S: Final = 5.0
 """A service manager that does not read is an error, not a reason to hang."""
+_PRIORITIES: Final = {
+    logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7,
+}  # fmt: skip
+
+
+def prefix(level: int, environ: Mapping[str, str] | None = None) -> str:
+    """What gives a line on stderr its priority in the journal; empty when stderr is not that."""
+    stream = (os.environ if environ is None else environ).get("JOURNAL_STREAM", "")
+    found = os.fstat(STDERR_FD)
+    return f"<{_PRIORITIES[level]}>" if stream == f"{found.st_dev}:{found.st_ino}" else ""
+
+
+class LineFormatter(logging.Formatter):
+    """Log records as lines on stderr, with their priorities in the journal."""
+
+    def __init__(self) -> None:
+        super().__init__("%(levelname)s %(name)s: %(message)s")
+        self._prefixes = {level: prefix(level) for level in _PRIORITIES}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's lines, each with its priority."""
+        start = self._prefixes.get(record.levelno, "")
+        return start + super().format(record).replace("\n", "\n" + start)
 
 
 def notify(state: str, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> bool:

@@ -1,5 +1,6 @@
 """The admin socket, for `kvtierctl` and scripts: one request at a time, no HELLO."""
 
+import errno
 import os
 import socket
 import time
@@ -19,6 +20,11 @@ from kvtier_client.errors import (
 
 REPLY_LIMIT_BYTES: Final = 64 << 20
 DEFAULT_TIMEOUT_S: Final = 10.0
+
+_REMEDIES: Final = {
+    errno.EACCES: "be root or the daemon's user",
+    errno.ENOENT: "is kvtierd running? It makes the socket (socket.admin_path) when it is ready",
+}
 
 VERBS: Final[dict[str, type[wire.Request]]] = {
     "stats": admin_wire.Stats,
@@ -65,12 +71,15 @@ class AdminClient:
         except (TimeoutError, BlockingIOError):
             self.close()
             raise Timeout(
-                f"the daemon did not answer {verb!r} on {self._path} within {self._timeout_s} s"
+                f"the daemon did not answer {verb!r} on {self._path} within {self._timeout_s} s; "
+                "if waiting longer does not help, it is stuck or stopped: see its log"
             ) from None
         except OSError as problem:
             self.close()
+            remedy = _REMEDIES.get(problem.errno or 0, "is kvtierd running?")
             raise ConnectionLost(
-                f"no daemon on the admin socket {self._path}: {problem}; is kvtierd running?"
+                f"cannot ask {verb!r} on the admin socket {self._path}: "
+                f"{problem.strerror or problem}; {remedy}"
             ) from None
         except ProtocolError:
             self.close()

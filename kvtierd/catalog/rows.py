@@ -212,3 +212,4 @@ class CatalogSnapshot(msgspec.Struct, frozen=True):
     layouts: list[LayoutRecord]
     sessions: list[SessionRecord]
     ran_s: float = 0.0
+    spill_files: int = 0

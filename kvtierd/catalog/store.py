@@ -229,20 +229,27 @@ class Catalog:
     @property
     def scrubbed_s(self) -> float:
         """When a scrub of all blocks last ended; 0 for never. Units: Unix seconds."""
-        return self._seconds("scrubbed_s")
+        return self._number("scrubbed_s")
 
-    def _seconds(self, key: str) -> float:
+    @property
+    def spill_files(self) -> int:
+        """How many spill directories the last start had; 0 when an older daemon did not say."""
+        return int(self._number("spill_files"))
+
+    def _number(self, key: str) -> float:
         try:
             row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         except sqlite3.Error as error:
             raise self._typed("read", error) from error
-        return row[0] if row and isinstance(row[0], float) and 0.0 <= row[0] < math.inf else 0.0
+        good = row and isinstance(row[0], float | int) and 0.0 <= row[0] < math.inf
+        return float(row[0]) if good else 0.0
 
-    def stamp(self, generation: int) -> None:
-        """Record that a start has succeeded."""
+    def stamp(self, generation: int, spill_files: int) -> None:
+        """Record that a start has succeeded, and with how many spill directories."""
+        values = [("generation", generation), ("spill_files", spill_files)]
         with self._transaction("stamp"):
             self._db.execute(_FOLDS)
-            self._db.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (generation,))
+            self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values)
 
     def _meta(self, key: str) -> Any:
         try:
@@ -280,7 +287,7 @@ class Catalog:
                 raise self._damaged("read", f"it is damaged ({' '.join(problem.split())})")
             return CatalogSnapshot(
                 self.instance, self.generation, self._load_layouts(), self._load_sessions(),
-                self._seconds("ran_s"),
+                self._number("ran_s"), self.spill_files,
             )  # fmt: skip
         except sqlite3.Error as error:
             raise self._typed("read", error) from error

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier_client.errors import UnknownSession
+from kvtier_client.errors import InvalidArgument, UnknownSession
 from kvtier_client.wire import NO_NODE
 from kvtierd.core.blocks import NONE
 from kvtierd.core.report import where
@@ -17,6 +17,8 @@ NODES_MAX: Final = 4096
 """Nodes of one report, from the root down; the others are only counted."""
 FOLDS_MAX: Final = 1024
 """Folds of one report, of the nodes in it."""
+IDS_MAX: Final = 8
+"""Sessions of one name that are told."""
 
 _COLUMNS: Final = (
     "dram_blocks", "nvme_blocks", "lost_blocks", "dram_bytes", "nvme_bytes", "shared_bytes",
@@ -25,7 +27,8 @@ _COLUMNS: Final = (
 
 
 def tree(world: World, name: str) -> dict[str, object]:
-    """The nodes of the session of this id (hex) or name. Errors: UnknownSession."""
+    """The nodes of the session of this id (hex) or name. Errors: UnknownSession; InvalidArgument
+    when several have the name."""
     session = _session(world, name)
     every = subtree(session.nodes[0])
     nodes, left = every[:NODES_MAX], FOLDS_MAX
@@ -48,11 +51,21 @@ def tree(world: World, name: str) -> dict[str, object]:
 
 
 def _session(world: World, name: str) -> Session:
+    named = []
     for tenant in world.tenants.values():
         for session in tenant.sessions.values():
-            if name in (f"{session.sid:016x}", session.name) and name:
+            if name == f"{session.sid:016x}":
                 return session
-    raise UnknownSession(f"no session has the id or name {name!r}; see kvtierctl sessions")
+            if name and name == session.name:
+                named.append(session)
+    if not named:
+        raise UnknownSession(f"no session has the id or name {name!r}; see kvtierctl sessions")
+    if len(named) > 1:
+        ids = ", ".join(f"{session.sid:016x}" for session in named[:IDS_MAX])
+        raise InvalidArgument(
+            f"{len(named)} sessions have the name {name!r}; give the id of one: {ids}"
+        )
+    return named[0]
 
 
 def _counts(world: World, session: Session, nodes: list[Node]) -> dict[str, NDArray[np.int64]]:

@@ -4,19 +4,20 @@ The locks of the directories are taken first, so a running daemon's files are re
 written. The arena lives in memory and is not looked at.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import msgspec
 
-from kvtier_client.errors import InvalidArgument
+from kvtier_client.errors import InvalidArgument, RequestError
 from kvtierd.catalog.errors import CatalogError
 from kvtierd.catalog.rows import CatalogSnapshot
 from kvtierd.catalog.store import FILE_NAME, Catalog
 from kvtierd.ctl.check_names import NamesCheck, NamesReport
 from kvtierd.ctl.check_spill import SpillCheck, SpillReport, open_existing
-from kvtierd.tiers.locks import LockedDirectory
+from kvtierd.tiers.locks import LockedDirectory, lock_directory
 from kvtierd.tiers.master_key import MasterKey
 from kvtierd.tiers.spill_files import HEADERS_NAME
 
@@ -122,6 +123,39 @@ class _Check:
             )
 
 
+@contextmanager
+def as_owner(state_dir: str) -> Iterator[None]:
+    """Let root look at a daemon's files as the daemon would; anybody else stays who he is."""
+    if os.geteuid() != 0 or not os.path.isdir(state_dir):
+        yield
+        return
+    owner, group = os.stat(state_dir), os.getegid()
+    os.setegid(owner.st_gid)
+    os.seteuid(owner.st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
+
+
+def _refuse_nothing(state_dir: str, spill_paths: Sequence[str]) -> None:
+    """Refuse what is no daemon's before its directories are asked for."""
+    asked = f"check of {state_dir}"
+    if not os.path.lexists(state_dir):
+        raise InvalidArgument(
+            f"{asked}: there is no such directory; name the daemon's state_dir or its configuration"
+        )
+    if not os.access(state_dir, os.R_OK | os.X_OK, effective_ids=True):
+        raise RequestError(f"{asked}: permission denied; be root or the daemon's user")
+    names = [os.path.join(path, HEADERS_NAME) for path in spill_paths]
+    if not any(map(os.path.lexists, (os.path.join(state_dir, FILE_NAME), *names))):
+        raise InvalidArgument(
+            f"{asked}: neither a catalog nor spill files are there; "
+            "name the daemon's state_dir or its configuration"
+        )
+
+
 def check_files(
     state_dir: str,
     spill_paths: Sequence[str],
@@ -135,13 +169,10 @@ def check_files(
     Errors: `StartError` when a daemon runs on them or they are not ours; `InvalidArgument` when
     there is nothing to check.
     """
+    _refuse_nothing(state_dir, spill_paths)
     check = _Check(state_dir)
     with ExitStack() as stack:
-        state = open_existing(state_dir)
-        if state is None:
-            raise InvalidArgument(
-                f"check of {state_dir}: there is no such directory; name the daemon's state_dir"
-            )
+        state = lock_directory(state_dir)
         stack.callback(state.close)
         directories = []
         for path in spill_paths:
@@ -149,24 +180,27 @@ def check_files(
             if directory is not None:
                 stack.callback(directory.close)
             directories.append(directory)
-        used = any(each is not None and each.exists(HEADERS_NAME) for each in directories)
-        if not state.exists(FILE_NAME) and not used:
-            raise InvalidArgument(
-                f"check of {state_dir}: neither a catalog nor spill files are there; "
-                "name the daemon's state_dir or its configuration"
-            )
         snapshot = check.load_catalog(state)
         instance = snapshot.instance if snapshot else None
         generation = snapshot.generation if snapshot else 0
+        known = snapshot.spill_files if snapshot else 0
+        if known > len(spill_paths):
+            check.problem(
+                f"{known} spill directories had files, and {len(spill_paths)} are named; name all "
+                "of them (--config FILE with spill.paths)"
+            )
         names = NamesCheck(snapshot)
         spill: list[SpillReport] = []
         for index, (path, directory) in enumerate(zip(spill_paths, directories, strict=True)):
             one = SpillCheck(path, check.problem, read_payloads, masters)
             spill.append(one.report)
             if directory is not None:
-                one.run(directory, instance, index, names.see)
+                one.run(directory, instance, index, names.see, had_files=index < known)
             elif generation:
-                check.problem(f"{path}: the spill directory is missing; its blocks are lost")
+                check.problem(
+                    f"{path}: the spill directory is missing, with its blocks; mount it, or name "
+                    "the right one (--config FILE with spill.paths)"
+                )
             check.note_locked(one.report)
             if snapshot:
                 check.judge(one.report, generation)

@@ -81,14 +81,19 @@ class SpillCheck:
         self._masters = masters
 
     def run(
-        self, directory: LockedDirectory, instance: bytes | None, index: int, see: Visit
-    ) -> None:
+        self, directory: LockedDirectory, instance: bytes | None, index: int, see: Visit,
+        *, had_files: bool,
+    ) -> None:  # fmt: skip
         """Check it all. Errors: `StartError` for files that are not ours to open."""
         try:
             fd = directory.open_file(HEADERS_NAME, os.O_RDONLY)
         except FileNotFoundError:
             if directory.exists(PAYLOAD_NAME):
                 self._problem(f"{directory.path}: {PAYLOAD_NAME} without {HEADERS_NAME}")
+            elif had_files:
+                self._problem(
+                    f"{directory.path}: its files are gone, with their blocks; mount or restore it"
+                )
             return
         expected = Expected(Kind.SPILL, instance, None, 0, index)
         try:

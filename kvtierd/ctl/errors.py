@@ -4,20 +4,23 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from kvtier_client.errors import KvtierError, RequestError
 from kvtierd.tiers.errors import StartError
 
+if TYPE_CHECKING:
+    from kvtierd.config import ConfigError
+
 
 class ReportedError(click.ClickException):
     """An error whose exit code is that of the taxonomy."""
 
-    def __init__(self, error: Exception, exit_code: int, as_json: bool) -> None:
+    def __init__(self, error: "KvtierError | ConfigError", as_json: bool) -> None:
         super().__init__(" ".join(str(error).split()))
-        self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance
+        self.exit_code = error.exit_code  # type: ignore[misc]  # click reads it from the instance
         self._name = type(error).__name__
         self._as_json = as_json
 
@@ -37,13 +40,13 @@ def reported(as_json: bool) -> Iterator[None]:
     try:
         yield
     except KvtierError as error:
-        raise ReportedError(error, error.exit_code, as_json) from error
+        raise ReportedError(error, as_json) from error
     except StartError as error:
         # Files that cannot be used as asked: locked by a daemon, somebody else's, not there.
-        raise ReportedError(error, RequestError.exit_code, as_json) from error
+        raise ReportedError(RequestError(str(error)), as_json) from error
     except ValueError as error:
         from kvtierd.config import ConfigError
 
         if not isinstance(error, ConfigError):
             raise
-        raise ReportedError(error, error.exit_code, as_json) from error
+        raise ReportedError(error, as_json) from error

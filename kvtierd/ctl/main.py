@@ -11,11 +11,13 @@ from typing import Any, Final
 
 import click
 
-from kvtier_client.errors import CapacityError, DataError, ProtocolError
+from kvtier_client.errors import CapacityError, DataError, InvalidArgument, ProtocolError
+from kvtierd import __version__
 from kvtierd.ctl.errors import reported
 
 SOCKET_VARIABLE: Final = "KVTIERCTL_SOCKET"
 TIMEOUT_S: Final = 10.0
+TIMEOUT_MAX_S: Final = 3600.0
 UNHEALTHY_EXIT_CODE: Final = 1
 POLL_S: Final = 0.5
 
@@ -44,7 +46,7 @@ class Asker:
     """How this call reaches the daemon."""
 
     def __init__(self, socket_path: str | None, config_file: str | None, timeout_s: float) -> None:
-        self._socket_path, self._config_file = socket_path, config_file
+        self._socket_path, self.config_file = socket_path, config_file
         self._timeout_s = timeout_s
 
     def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
@@ -55,26 +57,30 @@ class Asker:
         if path is None:
             from kvtierd import config
 
-            file = self._config_file
+            file = self.config_file
             path = (config.Config() if file is None else config.load(file)).socket.admin_path
         with AdminClient(path, self._timeout_s) as client:
-            return client.call(verb, **fields)
+            try:
+                return client.call(verb, **fields)
+            except InvalidArgument as error:
+                if any(fields.values()):
+                    raise
+                raise ProtocolError(
+                    f"cannot ask {verb!r} on {path}: {error}; it is not an admin socket "
+                    "(socket.admin_path), or its daemon is of another version"
+                ) from error
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+@click.option("--socket", "socket_path", metavar="PATH", help="The daemon's admin socket.")
 @click.option(
-    "--socket",
-    "socket_path",
-    envvar=SOCKET_VARIABLE,
-    metavar="PATH",
-    help=f"Admin socket (also ${SOCKET_VARIABLE}); default: the configuration's.",
-)
+    "--config", "config_file", metavar="FILE",
+    help=f"The configuration that names it; else ${SOCKET_VARIABLE}, else the default.",
+)  # fmt: skip
 @click.option(
-    "--config", "config_file", metavar="FILE", help="Configuration that names the admin socket."
-)
-@click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=TIMEOUT_S,
-    show_default=True, help="Seconds to wait for the daemon.",
+    "--timeout", "timeout_s", type=click.FloatRange(0, TIMEOUT_MAX_S, min_open=True),
+    default=TIMEOUT_S, show_default=True, metavar="SECONDS", help="Longest wait for an answer.",
 )  # fmt: skip
 @click.pass_context
 def main(
@@ -84,6 +90,8 @@ def main(
 
     Errors are one line on stderr; the exit code says which (docs/OPERATIONS.md).
     """
+    if socket_path is None and config_file is None:
+        socket_path = os.environ.get(SOCKET_VARIABLE)
     context.obj = Asker(socket_path, config_file, timeout_s)
 
 
@@ -147,7 +155,7 @@ def sessions(asker: Asker, tenant: str, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def clients(asker: Asker, as_json: bool) -> None:
-    """List the connected client processes, and how long the daemon takes to answer them."""
+    """List client processes, and how fast they are served."""
     from kvtierd.ctl.views import show_clients
 
     with reported(as_json):
@@ -188,7 +196,7 @@ def metrics(asker: Asker, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def scrub(asker: Asker, wait: bool, as_json: bool) -> None:
-    """Verify every block in the running daemon's spill files, in the background.
+    """Verify every block in the spill files, while the daemon runs.
 
     A pass that runs already goes on. Exits with 40 when it has found bad blocks so far.
     """
@@ -211,9 +219,10 @@ def scrub(asker: Asker, wait: bool, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def evict(asker: Asker, tenant: str, wait: bool, as_json: bool) -> None:
-    """Move a tenant's blocks out of DRAM, to the spill files; clients get them back as ever.
+    """Move a TENANT's blocks from DRAM to the spill files.
 
-    With --wait, exits with 30 when some had to stay: they are in use, or NVMe is full.
+    Clients get them back as ever. With --wait, exits with 30 when some had to stay: they are in
+    use, or NVMe is full.
     """
     from kvtierd.ctl.views import show_evict
 
@@ -240,18 +249,24 @@ def evict(asker: Asker, tenant: str, wait: bool, as_json: bool) -> None:
 )
 @click.option("--quick", is_flag=True, help="Leave out reading every payload.")
 @json_option
-def check(config_file: str | None, state_dir: str | None, quick: bool, as_json: bool) -> None:
+@click.pass_obj
+def check(
+    asker: Asker, config_file: str | None, state_dir: str | None, quick: bool, as_json: bool
+) -> None:
     """Verify the files of a stopped daemon; nothing is changed.
 
     Checks the catalog, the headers and, unless --quick, the checksum of every block in the spill
-    files; compares headers with the catalog and recounts the space. Encrypted blocks need --config
-    with their key. Exits with 40 when something is damaged, with 20 when the files are in use.
+    files; compares headers with the catalog and recounts the space. Run it as root or as the
+    daemon's user. Encrypted blocks need --config with their key. Exits with 40 when something is
+    damaged, with 20 when the files are in use.
     """
     from kvtierd import config as configuration
-    from kvtierd.ctl.check import check_files, to_builtins
+    from kvtierd.ctl.check import as_owner, check_files, to_builtins
     from kvtierd.ctl.views import show_check
     from kvtierd.tiers.master_key import load_master_keys
 
+    if state_dir is None:
+        config_file = config_file or asker.config_file
     if (config_file is None) == (state_dir is None):
         raise click.UsageError("give either --config FILE or --state-dir DIR")
     with reported(as_json):
@@ -261,7 +276,8 @@ def check(config_file: str | None, state_dir: str | None, quick: bool, as_json: 
             config = configuration.Config(state_dir=os.path.abspath(str(state_dir)))
         keys = config.spill.encryption
         masters = load_master_keys(keys.key, keys.old_key)
-        found = check_files(config.state_dir, config.spill.paths, not quick, masters)
+        with as_owner(config.state_dir):
+            found = check_files(config.state_dir, config.spill.paths, not quick, masters)
         report = to_builtins(found)
     _show(as_json, report, show_check)
     if not report["ok"]:
@@ -308,7 +324,10 @@ def config_group() -> None:
 @click.argument("file")
 @json_option
 def config_check(file: str, as_json: bool) -> None:
-    """Check the configuration FILE, as the daemon would; exits with 78 when it is refused."""
+    """Check a configuration FILE, as the daemon would.
+
+    Exits with 78 when it is refused.
+    """
     from kvtierd.config import load
 
     with reported(as_json):

@@ -46,11 +46,14 @@ def show_scrub(report: Report) -> None:
     where = f"{report['progress']:.0%} done" if report["running"] else "idle"
     since_s = report["since_pass_s"]
     ended = "never ended" if since_s is None else f"last ended {duration(since_s)} ago"
-    click.echo(
-        f"scrub: {where}, {ended}; pass {report['number']}: {report['checked_blocks']} blocks "
-        f"({size(report['checked_bytes'])}) verified, {report['bad_blocks']} bad, "
-        f"{report['unreadable_blocks']} unreadable, {report['lost_blocks']} lost"
-    )
+    found = "no pass since the start"
+    if report["number"]:
+        found = (
+            f"pass {report['number']}: {report['checked_blocks']} blocks "
+            f"({size(report['checked_bytes'])}) verified, {report['bad_blocks']} bad, "
+            f"{report['unreadable_blocks']} unreadable, {report['lost_blocks']} lost"
+        )
+    click.echo(f"scrub: {where}, {ended}; {found}")
 
 
 def show_evict(report: Report) -> None:

@@ -15,6 +15,8 @@ CREDENTIAL_PREFIX: Final = "credential:"
 _CREDENTIALS_VARIABLE: Final = "CREDENTIALS_DIRECTORY"
 _OTHERS_OR_GROUP_WRITE: Final = 0o027
 _MAKE: Final = "make one with: (umask 077; head -c 32 /dev/urandom > FILE)"
+_RAW: Final = "a key is 32 raw bytes; a new one does not open blocks that are encrypted already"
+_READABLE: Final = "let the daemon's user read it, or use LoadCredential= in the unit"
 
 
 class MasterKey:
@@ -69,7 +71,9 @@ def _load(setting: str, name: str) -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise StartError(asked, f"{path}: {error.strerror}", _MAKE) from error
+        # Who is told to make a key must have none: a new one over the old would lose all blocks.
+        remedy = _MAKE if isinstance(error, FileNotFoundError) else _READABLE
+        raise StartError(asked, f"{path}: {error.strerror}", remedy) from error
     try:
         _check(asked, os.fstat(fd))
         secret = os.read(fd, KEY_BYTES + 1)
@@ -77,13 +81,13 @@ def _load(setting: str, name: str) -> bytes:
         os.close(fd)
     if len(secret) != KEY_BYTES:
         found_bytes = len(secret) if len(secret) < KEY_BYTES else f"more than {KEY_BYTES}"
-        raise StartError(asked, f"it has {found_bytes} bytes instead of {KEY_BYTES}", _MAKE)
+        raise StartError(asked, f"it has {found_bytes} bytes instead of {KEY_BYTES}", _RAW)
     return secret
 
 
 def _check(asked: str, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise StartError(asked, "it is not a regular file", _MAKE)
+        raise StartError(asked, "it is not a regular file", _RAW)
     if found.st_uid not in (0, os.geteuid()):
         raise StartError(
             asked, f"it belongs to uid {found.st_uid}", f"chown it to root or {os.geteuid()}"

@@ -54,6 +54,8 @@ class SpillSettings(msgspec.Struct, frozen=True):
     direct_io: DirectIO = "try"
     durability: Literal["process", "power"] = "process"
     preallocate: bool = False
+    missing: Literal["refuse", "accept"] = "refuse"
+    """What a start does without the files that a directory has had."""
     io_threads: int = 16
     queue_bytes: int = 256 << 20
     encrypt: bool = False

@@ -36,14 +36,20 @@ log = logging.getLogger(__name__)
 
 
 def open_spill(
-    settings: SpillSettings, instance: bytes, generation: int, kernel: Kernel | None = None
+    settings: SpillSettings,
+    instance: bytes,
+    generation: int,
+    kernel: Kernel | None = None,
+    *,
+    known_files: int = 0,
 ) -> SpillFiles:
     """Lock and open all spill directories; new ones get their header file.
 
-    `instance` and `generation` are the catalog's. A file of another instance or other slabs is
-    refused, and so is one of fewer slabs than are in use; one of an unexpected generation, and
-    lost payload, is a warning. A master key that cannot be used is refused here, a wrong one by
-    `SpillFiles.scan`.
+    `instance`, `generation` and `known_files` (so many directories have had files) are the
+    catalog's. A directory whose files are gone is refused, unless `settings.missing` accepts
+    that. A file of another instance or other slabs is refused, and so is one of fewer slabs than
+    are in use; one of an unexpected generation, and lost payload, is a warning. A master key that
+    cannot be used is refused here, a wrong one by `SpillFiles.scan`.
 
     Errors: `StartError` (also its child `FormatError`); nothing is changed then.
     """
@@ -55,6 +61,8 @@ def open_spill(
     files: list[SpillFile] = []
     try:
         directories += map(lock_directory, settings.paths)
+        if settings.missing == "refuse":
+            _refuse_missing(directories, known_files)
         for index, directory in enumerate(directories):
             mirror = words[index * geometry.total_slots : (index + 1) * geometry.total_slots]
             expected = Expected(Kind.SPILL, instance, geometry, 0, index)
@@ -73,6 +81,24 @@ def open_spill(
     for index in range(len(files)):
         _judge(spill, index, generation)
     return spill
+
+
+def _refuse_missing(directories: list[LockedDirectory], known_files: int) -> None:
+    """Every directory that has had files must be named and have them. Errors: `StartError`."""
+    way_out = 'or accept that its blocks are lost (spill.missing = "accept")'
+    for directory in directories[:known_files]:
+        if not directory.exists(HEADERS_NAME):
+            raise StartError(
+                f"cannot use directory {directory.path}",
+                f"the files of this daemon are gone from it: it has no {HEADERS_NAME}",
+                f"mount its disk or restore it, {way_out}",
+            )
+    if known_files > len(directories):
+        raise StartError(
+            f"cannot start with {len(directories)} spill directories",
+            f"{known_files} have files of this daemon",
+            f"name all of them in spill.paths, {way_out}",
+        )
 
 
 def _headers(

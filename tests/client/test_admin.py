@@ -1,5 +1,7 @@
 """The admin client: one verb, one report, and clear words when nobody is there."""
 
+import errno
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -84,3 +86,23 @@ def test_nobody_there_and_wrong_verbs(tmp_path: Path) -> None:
             admin.call("format")
         with pytest.raises(InvalidArgument, match="colour"):
             admin.call("stats", colour=1)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EACCES, "Permission denied; be root or the daemon's user"),
+        (errno.ENOENT, "No such file or directory; is kvtierd running"),
+        (errno.ECONNREFUSED, "Connection refused; is kvtierd running"),
+    ],
+)
+def test_what_stands_in_the_way_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with AdminClient(tmp_path / "a") as admin:
+        monkeypatch.setattr(admin, "_connected", refuse)
+        with pytest.raises(ConnectionLost, match=remedy):
+            admin.call("stats")

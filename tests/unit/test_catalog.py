@@ -93,7 +93,7 @@ def test_everything_that_was_committed_is_there_in_the_next_life(
     catalog: Catalog, directory: LockedDirectory
 ) -> None:
     instance = catalog.instance
-    catalog.stamp(4)
+    catalog.stamp(4, 3)
     child = NodeRecord(9, 0, 33, CACHED, True)
     catalog.apply(
         [

@@ -17,8 +17,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvtier_client import admin_wire, wire
-from kvtier_client.errors import BY_CODE, KvtierError, UnknownSession
-from kvtierd import metrics
+from kvtier_client.errors import BY_CODE, InvalidArgument, KvtierError, UnknownSession
+from kvtierd import __version__, metrics
+from kvtierd.core.world import COUNTERS
 from kvtierd.ctl.main import SOCKET_VARIABLE, main
 
 WAIT_S = 20.0
@@ -235,6 +236,13 @@ def test_status_and_scrub_say_how_far_the_scrub_is_and_what_it_found(daemon: Dae
     assert result.exit_code == 0 and result.stdout.startswith("scrub: idle, last ended 1d 1h ago")
 
 
+def test_a_daemon_that_has_not_scrubbed_since_its_start_says_so(daemon: Daemon) -> None:
+    idle = STATS["scrub"] | {"running": False, "number": 0}
+    daemon.reports[admin_wire.Stats] = STATS | {"scrub": idle}
+    said = "scrub: idle, last ended 1d 1h ago; no pass since the start"
+    assert ask(daemon, "status").stdout.splitlines()[1] == said
+
+
 def test_status_of_an_unwell_daemon_says_why_and_fails(daemon: Daemon) -> None:
     daemon.reports[admin_wire.Stats] = STATS | {
         "health": {"ok": False, "reasons": ["spill: /nvme/a: EIO"]}
@@ -421,6 +429,23 @@ def test_no_daemon_is_connection_lost(tmp_path: Path) -> None:
     assert "none.sock" in result.stderr and "is kvtierd running?" in result.stderr
 
 
+def test_a_socket_that_is_not_the_admin_socket_is_named(daemon: Daemon) -> None:
+    daemon.failure = InvalidArgument
+    result = ask(daemon, "status")
+    assert result.exit_code == 13
+    assert daemon.path in result.stderr and "socket.admin_path" in result.stderr
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "inf", "1e300", "soon"])
+def test_a_timeout_that_is_none_is_a_usage_error(daemon: Daemon, timeout: str) -> None:
+    assert run("--socket", daemon.path, "--timeout", timeout, "status").exit_code == 2
+    assert daemon.asked == []
+
+
+def test_the_version_is_the_daemons() -> None:
+    assert run("--version").stdout.split()[-1] == __version__
+
+
 def test_a_daemon_that_says_nothing_is_a_timeout(daemon: Daemon) -> None:
     daemon.silent = True
     result = run("--socket", daemon.path, "--timeout", "0.05", "status")
@@ -444,7 +469,10 @@ def test_the_socket_is_the_configurations_unless_it_is_named(
     config.write_text(f'runtime_dir = "{tmp_path}"\n')
     assert run("--config", str(config), "status").exit_code == 0
     assert run("status", env={SOCKET_VARIABLE: daemon.path}).exit_code == 0
-    assert len(daemon.asked) == 2
+    elsewhere = {SOCKET_VARIABLE: "/nowhere"}
+    assert run("--config", str(config), "status", env=elsewhere).exit_code == 0
+    assert run("--socket", daemon.path, "status", env=elsewhere).exit_code == 0
+    assert len(daemon.asked) == 4
 
 
 # ------------------------------------------------------------------ start-up
@@ -479,3 +507,10 @@ def test_the_manual_lists_every_exit_code_with_what_it_means() -> None:
         meaning = " ".join(error.__doc__.split())
         assert listed.pop(error.exit_code) == (error.__name__, meaning)
     assert set(listed) == {0, 2, 78}
+
+
+def test_every_metric_that_the_manual_names_is_exported() -> None:
+    manual = Path(__file__).parents[2].joinpath("docs", "OPERATIONS.md").read_text()
+    told = set(re.findall(r"`(kvtierd_[a-z_0-9]+)", manual))
+    samples = metrics.samples(STATS | {"counters": dict.fromkeys(COUNTERS, 0)})
+    assert told and told <= {sample["name"] for sample in samples}

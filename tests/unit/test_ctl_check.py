@@ -4,6 +4,7 @@ import json
 import os
 import queue
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvtierd.catalog.rows import (
 )
 from kvtierd.catalog.store import Catalog
 from kvtierd.core.slabs import ready_words
+from kvtierd.ctl.check import as_owner
 from kvtierd.ctl.main import main
 from kvtierd.tiers.bodies import BLOCK_KEYED, BLOCK_SESSION, BodyFields, compose
 from kvtierd.tiers.locks import lock_directory
@@ -74,7 +76,7 @@ def stopped_daemon(
     if blocks:
         write(tier, blocks, tenant)
     assert tier.close(WAIT_S)
-    catalog.stamp(1)
+    catalog.stamp(1, len(spill))
     catalog.close()
     directory.close()
     return state
@@ -243,7 +245,7 @@ def test_blocks_that_the_catalog_does_not_know_are_noted_as_orphans(tmp_path: Pa
 def test_files_of_another_start_are_noted(state: Path) -> None:
     directory = lock_directory(str(state))
     catalog = Catalog.open(directory)
-    catalog.stamp(9)
+    catalog.stamp(9, 1)
     catalog.close()
     directory.close()
     code, document = report(state)
@@ -307,6 +309,18 @@ def test_a_missing_spill_directory_is_found(state: Path) -> None:
     [problem] = damages(state)
     assert "spill directory is missing" in problem
     assert not (state / "spill").exists()
+
+
+def test_a_spill_directory_whose_files_are_gone_is_found(state: Path) -> None:
+    (state / "spill" / "headers.kv").rename(state / "headers")
+    (state / "spill" / "blocks.kv").rename(state / "blocks")
+    [problem] = damages(state)
+    assert "its files are gone" in problem
+
+
+def test_a_spill_directory_that_is_not_named_is_found(tmp_path: Path) -> None:
+    state = stopped_daemon(tmp_path, stored(SESSION, 0), [], directories=2)
+    assert any("2 spill directories had files, and 1 are named" in text for text in damages(state))
 
 
 def test_spill_files_of_another_daemon_are_found(state: Path, tmp_path: Path) -> None:
@@ -419,3 +433,46 @@ def test_a_place_without_files_is_refused_and_left_empty(tmp_path: Path, make: b
     assert result.exit_code == 24
     assert "state_dir" in result.stderr
     assert [path.name for path in tmp_path.rglob("*")] == (["none"] if make else [])
+
+
+def test_a_directory_that_is_no_daemons_is_not_asked_to_become_private(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    result = check("--state-dir", tmp_path)
+    assert result.exit_code == 24
+    assert "neither a catalog nor spill files" in result.stderr and "chmod" not in result.stderr
+
+
+def test_the_groups_configuration_is_taken_too(tmp_path: Path, state: Path) -> None:
+    config = tmp_path / "kvtierd.toml"
+    config.write_text(f'state_dir = "{state}"\n')
+    result = CliRunner().invoke(main, ["--config", str(config), "check"])
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "ok")
+    assert CliRunner().invoke(main, ["check"]).exit_code == 2
+
+
+if os.geteuid() == 0:  # only root can become somebody else
+    NOBODY = 65534
+
+    def test_root_looks_at_files_as_their_owner_and_strangers_are_told_who_may() -> None:
+        with tempfile.TemporaryDirectory(prefix="kvtierd-") as place:
+            os.chmod(place, 0o711)
+            state = stopped_daemon(Path(place), stored(SESSION, 0), [])
+            os.seteuid(NOBODY)
+            result = check("--state-dir", state)
+            os.seteuid(0)
+            assert result.exit_code == 20
+            assert "be root or the daemon's user" in result.stderr
+            for path in (state, *state.rglob("*")):
+                os.chown(path, NOBODY, NOBODY)
+            result = check("--state-dir", state)
+            assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "ok")
+            os.chown(state / "spill", 0, 0)
+            result = check("--state-dir", state)
+            assert result.exit_code == 20 and "the daemon's user can read" in result.stderr
+
+    def test_root_is_root_again_whatever_happens(tmp_path: Path) -> None:
+        os.chown(tmp_path, NOBODY, NOBODY)
+        with pytest.raises(ZeroDivisionError), as_owner(str(tmp_path)):
+            assert (os.geteuid(), os.getegid()) == (NOBODY, NOBODY)
+            raise ZeroDivisionError
+        assert (os.geteuid(), os.getegid()) == (0, 0)

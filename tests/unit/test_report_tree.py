@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier_client import wire
+from kvtier_client.errors import InvalidArgument
 from kvtierd.core import report_tree
 from tests.model.harness import layout
 from tests.unit.core_host import FULL, TOKEN, Fixture, Host
@@ -93,3 +94,13 @@ def test_a_tree_is_found_by_name_too(core: Fixture) -> None:
     named = core.client.do(wire.OpenSession, TOKEN[::-1], [core.print], name="thought")
     found = report_tree.tree(core.host.world, "thought")
     assert (found["session"], found["name"]) == (f"{named.session:016x}", "thought")
+
+
+def test_a_name_that_several_sessions_have_is_refused_with_their_ids(core: Fixture) -> None:
+    first, second = (
+        core.client.do(wire.OpenSession, bytes([i]) * 16, [core.print], name="twin").session
+        for i in (1, 2)
+    )
+    with pytest.raises(InvalidArgument, match=f"{first:016x}, {second:016x}"):
+        report_tree.tree(core.host.world, "twin")
+    assert report_tree.tree(core.host.world, f"{second:016x}")["name"] == "twin"

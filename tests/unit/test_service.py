@@ -1,5 +1,6 @@
 """The service unit keeps what the daemon promises: its memory, its time to stop, its privacy."""
 
+import re
 from pathlib import Path
 
 from kvtierd import config
@@ -16,17 +17,19 @@ def test_a_graceful_stop_ends_before_the_service_manager_loses_patience() -> Non
     assert int(settings()["TimeoutStopSec"]) > config.parse({}).stop.timeout_s
 
 
-def test_memory_is_lockable_and_outlives_a_restart() -> None:
+def test_memory_is_lockable_and_outlives_restarts_stops_and_starts_that_fail() -> None:
     unit = settings()
     assert unit["LimitMEMLOCK"] == "infinity"
-    assert unit["FileDescriptorStorePreserve"] == "restart"
+    assert unit["FileDescriptorStorePreserve"] == "yes"
     assert int(unit["FileDescriptorStoreMax"]) > 0
 
 
-def test_readiness_is_told_and_reload_is_a_hangup() -> None:
-    unit = settings()
-    assert unit["Type"] == "notify"
-    assert unit["ExecReload"].endswith("kill -HUP $MAINPID")
+def test_readiness_is_told_and_a_reload_is_a_check_and_then_a_hangup() -> None:
+    assert settings()["Type"] == "notify"
+    file = settings()["ExecStart"].rpartition(" ")[2]
+    check, hangup = re.findall(r"^ExecReload=(.+)$", UNIT.read_text(), re.MULTILINE)
+    assert check.endswith(f"kvtierctl config check {file}")
+    assert hangup.endswith("kill -HUP $MAINPID")
 
 
 def test_an_unusable_configuration_is_not_tried_again() -> None:

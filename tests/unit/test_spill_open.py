@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -220,6 +221,24 @@ def test_other_sizes_than_those_of_the_files_are_refused(
     with pytest.raises(FormatError) as caught:
         open_spill(settings(tmp_path / "a", **change), INSTANCE, 1)
     assert caught.value.reason == "geometry"
+
+
+@pytest.mark.parametrize("gone", ["files", "directory", "name"])
+def test_a_directory_that_has_had_files_is_not_passed_over(tmp_path: Path, gone: str) -> None:
+    both = settings(tmp_path / "a", tmp_path / "b")
+    Rig(both).__exit__()
+    wanted = settings(tmp_path / "a") if gone == "name" else both
+    if gone != "name":
+        (tmp_path / "b").rename(tmp_path / "aside")
+    if gone == "files":  # as where its disk should be mounted
+        (tmp_path / "b").mkdir(mode=0o700)
+    before = picture(tmp_path)
+    with pytest.raises(StartError, match=r"mount its disk|name all of them"):
+        open_spill(wanted, INSTANCE, 1, known_files=2)
+    assert picture(tmp_path) == before
+    accepting = msgspec.structs.replace(wanted, missing="accept")
+    open_spill(accepting, INSTANCE, 1, known_files=2).abandon()
+    open_spill(settings(tmp_path / "a", tmp_path / "c"), INSTANCE, 1, known_files=1).abandon()
 
 
 def test_directories_in_another_order_are_refused(tmp_path: Path) -> None:

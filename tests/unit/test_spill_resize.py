@@ -107,7 +107,7 @@ def test_another_daemons_files_are_refused_before_they_are_copied(
     tmp_path: Path, two: SpillSettings
 ) -> None:
     before = picture(tmp_path)
-    with pytest.raises(FormatError, match="order of spill.paths"):
+    with pytest.raises(FormatError, match=r"order of spill\.paths"):
         open_spill(settings(tmp_path / "b", tmp_path / "a", capacity_bytes=6 * MIB), INSTANCE, 1)
     with pytest.raises(FormatError, match="belongs to instance"):
         open_spill(settings(tmp_path / "a", tmp_path / "b", capacity_bytes=6 * MIB), bytes(16), 1)
@@ -125,6 +125,15 @@ def no_file_above(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def begin(wanted: SpillSettings) -> None:
+    """What a start does with its spill files, up to where it may fail."""
+    files = open_spill(wanted, INSTANCE, 1)
+    try:
+        files.begin(2)
+    finally:
+        files.abandon()
+
+
 @pytest.mark.parametrize("limit_bytes", [5 * MIB, 64 << 10], ids=["payload", "headers"])
 def test_no_room_for_the_new_size_is_told_and_nothing_is_changed(
     tmp_path: Path, two: SpillSettings, limit_bytes: int
@@ -132,12 +141,7 @@ def test_no_room_for_the_new_size_is_told_and_nothing_is_changed(
     before = picture(tmp_path)
     larger = settings(tmp_path / "a", tmp_path / "b", capacity_bytes=6 * MIB, preallocate=True)
     with no_file_above(limit_bytes), pytest.raises(StartError, match="make room"):
-        files = open_spill(larger, INSTANCE, 1)
-        try:
-            files.begin(2)
-        except StartError:
-            files.abandon()
-            raise
+        begin(larger)
     assert picture(tmp_path) == before
 
 

@@ -1,6 +1,7 @@
 """The service manager's protocols, spoken over real sockets and real descriptors."""
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.systemd import has_fd_store, listen_fds, notify
+from kvtierd.systemd import LineFormatter, has_fd_store, listen_fds, notify
 from kvtierd.tiers.holder import HolderKeeper, KeeperError, SystemdKeeper, open_keeper
 
 ROOT = Path(__file__).parents[2]
@@ -164,3 +165,19 @@ def test_a_service_manager_that_is_gone_is_a_clear_error(
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "missing"))
     with pytest.raises(KeeperError, match=r"fd store.*does not take it"):
         SystemdKeeper().put("arena", 0)
+
+
+def test_lines_have_their_priority_in_the_journal_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lines() -> list[str]:
+        record = logging.LogRecord("part", logging.ERROR, "", 0, "first\nsecond", None, None)
+        return LineFormatter().format(record).split("\n")
+
+    monkeypatch.delenv("JOURNAL_STREAM", raising=False)
+    assert lines() == ["ERROR part: first", "second"]
+    monkeypatch.setenv("JOURNAL_STREAM", "1:1")
+    assert lines() == ["ERROR part: first", "second"]
+    stderr = os.fstat(2)
+    monkeypatch.setenv("JOURNAL_STREAM", f"{stderr.st_dev}:{stderr.st_ino}")
+    assert lines() == ["<3>ERROR part: first", "<3>second"]

@@ -1,4 +1,4 @@
-"""Sizes that change from one start to the next: nothing is lost, or the start is refused."""
+"""Media that change from one start to the next: nothing is lost, or the start is refused."""
 
 from click.testing import CliRunner
 
@@ -64,6 +64,28 @@ def test_less_capacity_than_the_blocks_need_is_refused_and_they_stay(
     daemon.start()
     with daemon.client() as client:
         promises.check(client)
+
+
+def test_a_disk_that_is_not_mounted_refuses_the_start_and_loses_nothing(
+    daemon: DaemonProcess,
+) -> None:
+    promises, spill = Promises(), daemon.state_path / "spill"
+    with daemon.client() as client:
+        promises.swap_out(client, promises.open(client), 40)
+        assert kvtierctl(daemon, "evict", "t", "--wait")[0] == 0
+    daemon.stop()
+    spill.rename(daemon.state_path / "aside")
+    assert "mount its disk" in daemon.refuse()
+    assert not spill.exists()
+    (daemon.state_path / "aside").rename(spill)
+    daemon.start()
+    with daemon.client() as client:
+        promises.check(client)
+    daemon.stop()
+    spill.rename(daemon.state_path / "aside")
+    daemon.sections["spill"]["missing"] = "accept"
+    daemon.start()
+    assert "no spill files, though this daemon has run before" in daemon.log()
 
 
 def test_an_arena_changes_its_size_when_it_is_empty_and_not_before(daemon: DaemonProcess) -> None:
