@@ -189,6 +189,10 @@ class Host:
         """Whether the daemon serves."""
         return self.daemon is not None and bool(self.daemon._listeners)
 
+    def calm_since(self, then_s: float) -> bool:
+        """Whether the daemon has served all clients without interruption."""
+        return self.up and self.disturbed_s < then_s
+
     def kill(self, why: str) -> None:
         """SIGKILL; the service manager starts the daemon again."""
         assert self.loop is not None

@@ -194,10 +194,12 @@ class History:
         host.set_faults(False)
         host.medium.calls_left = -1
         sim.run_until(self._quiet, PATIENCE_S, host.check)
+        began_s = sim.now_s
         self._all(self.living, self._close)
+        heard = host.calm_since(began_s)
         for worker in self.living:
-            if worker.group in self.bereaved:
-                worker.loop.kill()  # what the dead one leased stays its group's
+            if worker.group in self.bereaved or not heard:
+                worker.loop.kill()  # what the dead one leased, or nobody took back, goes with it
         tenants = {session.tenant for session in self.truth.sessions}
         last = [self.spawn(tenant, actors=0) for tenant in UIDS if tenant in tenants]
         self._all(last, self._verify)

@@ -81,8 +81,7 @@ class Probe:
         took_s = sim.now_s - began_s
         # resuming a session waits for what the catalog has to store before it
         back = connected or sim.stuck_until_s < began_s
-        calm = back and self.host.up and self.host.disturbed_s < began_s
-        if calm and took_s > BOUND_S:
+        if back and self.host.calm_since(began_s) and took_s > BOUND_S:
             raise Failure(f"a swap within DRAM took {took_s:.2f} simulated seconds")
         self.history.counts["probes"] += 1
         self.history.counts["probes while the disk was stuck"] += began_s < sim.stuck_until_s
