@@ -33,7 +33,7 @@ from kvtierd.connection import Connection
 from kvtierd.core.leases import Group, Peer
 from kvtierd.core.slabs import QUARANTINED
 from kvtierd.core.tree import Node
-from kvtierd.core.validate import validate
+from kvtierd.core.validate import homeless, validate
 from kvtierd.core.world import World
 from kvtierd.daemon import Daemon
 from kvtierd.start import start
@@ -101,6 +101,8 @@ class Host:
         """0: every request waits for its turn."""
         self._checked_s = 0.0
         self._books: Books = ()
+        self._homeless = True
+        """Since the start, blocks that it found may have no place."""
         self._due = 0
         self._pids = 100
         self._processes: dict[int, SimLoop] = {}
@@ -147,7 +149,7 @@ class Host:
     def _start(self) -> None:
         assert self.loop is not None
         self.counts["starts"] += 1
-        self._books, self._due = (), 0
+        self._books, self._due, self._homeless = (), 0, True
         self.medium.faulty_starts = 0
         try:
             self.parts = start(self.config)
@@ -320,7 +322,8 @@ class Host:
             self.counts["recounts with slots in quarantine"] += any(
                 part.counts[QUARANTINED] for pool in world.pools for part in (pool.dram, pool.nvme)
             )
-            validate(world)
+            self._homeless = self._homeless and homeless(world)
+            validate(world, may_be_homeless=self._homeless)
 
     # ---------------------------------------------------------------- the end
 
