@@ -123,6 +123,7 @@ class Fate:
         kept = self._on_nvme() if host.power else {}
         adrift = host.reboot()
         self.history.bury()
+        host.medium.hurt.update(*truth.keys.values())  # found or not, they may be torn
         for session in truth.sessions:
             session.forget_after_reboot(
                 kept.get((session.tenant, token_hash(session.token)), set())
