@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BUILD := build
+# Tests start hundreds of daemons: each module is compiled once, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
 READY := $(VENV)/ready
 
 MODEL := $(BUILD)/model/SmolLM2-135M-Instruct.Q4_1.gguf

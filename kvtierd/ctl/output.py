@@ -9,6 +9,8 @@ Row = Sequence[str]
 
 GUIDE_WIDTH = 4
 """Columns by which each level of a tree is set in."""
+WIDTH_MAX = 10_000
+"""Wider than any table."""
 
 
 def size(count_bytes: int) -> str:
@@ -30,10 +32,18 @@ def duration(seconds: float) -> str:
     return " ".join(f"{count}{unit}" for count, unit in parts[:2])
 
 
+def printable(text: str) -> str:
+    """The text with control characters spelt out: clients choose the names of their sessions."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def show_table(columns: Row, rows: Sequence[Row], title: str = "") -> None:
-    """Print a table; cells that read as numbers are set right."""
-    if sys.stdout.isatty():
-        _show_rich(columns, rows, title)
+    """Print a table; cells that read as numbers are set right.
+
+    What is wider than the terminal is plain text too, so that nothing is cut off.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty() and _show_rich(columns, rows, title):
         return
     if title:
         click.echo(title)
@@ -47,7 +57,8 @@ def show_table(columns: Row, rows: Sequence[Row], title: str = "") -> None:
         click.echo("  ".join(cells).rstrip())
 
 
-def _show_rich(columns: Row, rows: Sequence[Row], title: str) -> None:
+def _show_rich(columns: Row, rows: Sequence[Row], title: str) -> bool:
+    """Print the table if the terminal is wide enough for it."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -59,7 +70,12 @@ def _show_rich(columns: Row, rows: Sequence[Row], title: str) -> None:
         table.add_column(column, justify="right" if numeric else "left")
     for row in rows:
         table.add_row(*map(Text, row))
-    Console().print(table)
+    console = Console()
+    wide = console.options.update_width(WIDTH_MAX)
+    fits = console.measure(table, options=wide).maximum <= console.width
+    if fits:
+        console.print(table)
+    return fits
 
 
 def show_text_tree(title: str, lines: Sequence[tuple[int, str]]) -> None:
@@ -68,6 +84,7 @@ def show_text_tree(title: str, lines: Sequence[tuple[int, str]]) -> None:
     from rich.text import Text
     from rich.tree import Tree
 
+    title, lines = printable(title), [(depth, printable(line)) for depth, line in lines]
     path = [Tree(Text(title))]
     for depth, line in lines:
         del path[depth + 1 :]

@@ -103,6 +103,7 @@ def _credential(asked: str, name: str) -> str:
         raise StartError(
             asked,
             f"the service manager gave no credentials (${_CREDENTIALS_VARIABLE} is not set)",
-            "add LoadCredential= to the unit, or name a file",
+            "add LoadCredential= to the unit, or name a file; for kvtierctl check, set it to the "
+            "directory of the key's file",
         )
     return os.path.join(directory, name.removeprefix(CREDENTIAL_PREFIX))

@@ -472,7 +472,12 @@ if os.geteuid() == 0:  # only root can become somebody else
 
     def test_root_is_root_again_whatever_happens(tmp_path: Path) -> None:
         os.chown(tmp_path, NOBODY, NOBODY)
-        with pytest.raises(ZeroDivisionError), as_owner(str(tmp_path)):
-            assert (os.geteuid(), os.getegid()) == (NOBODY, NOBODY)
-            raise ZeroDivisionError
+
+        def fail() -> None:
+            with as_owner(str(tmp_path)):
+                assert (os.geteuid(), os.getegid()) == (NOBODY, NOBODY)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
         assert (os.geteuid(), os.getegid()) == (0, 0)

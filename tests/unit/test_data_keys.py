@@ -196,7 +196,7 @@ def test_a_key_that_cannot_be_used_is_refused_by_what_is_wrong_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "key"
-    with pytest.raises(StartError, match="No such file.*/dev/urandom"):
+    with pytest.raises(StartError, match=r"No such file.*/dev/urandom"):
         load_master_keys(str(path), "")
     path.symlink_to(path)  # may not be read: nobody is told to write another one over it
     with pytest.raises(StartError, match=r"^((?!urandom).)*$"):
@@ -204,10 +204,10 @@ def test_a_key_that_cannot_be_used_is_refused_by_what_is_wrong_with_it(
     path.unlink()
     path.write_bytes(bytes(31))
     path.chmod(0o600)
-    with pytest.raises(StartError, match="31 bytes instead of 32.*a new one does not open"):
+    with pytest.raises(StartError, match=r"31 bytes instead of 32.*a new one does not open"):
         load_master_keys(str(path), "")
     path.write_bytes(bytes(33))
-    with pytest.raises(StartError, match="more than 32 bytes.*a new one does not open"):
+    with pytest.raises(StartError, match=r"more than 32 bytes.*a new one does not open"):
         load_master_keys(str(path), "")
     path.write_bytes(bytes(32))
     for mode in (0o604, 0o644, 0o620, 0o602):
