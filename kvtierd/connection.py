@@ -250,7 +250,7 @@ class Connection(asyncio.Protocol):
             self._write(self.error(*explain(payload, error)))
             return True
         oneway: int = getattr(req, "oneway", 0)
-        if not oneway:
+        if oneway <= 0:
             refusal = self._refusal(req.id)
             if refusal is not None:
                 self._write(self.error(req.id, refusal))

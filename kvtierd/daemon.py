@@ -25,6 +25,7 @@ from kvtierd.core import actions as act
 from kvtierd.core.leases import Member, Peer
 from kvtierd.core.slabs import READY
 from kvtierd.health import Health
+from kvtierd.ledger import Ledger
 from kvtierd.mover import Mover
 from kvtierd.operator import Operator
 from kvtierd.oplog import op_of
@@ -61,13 +62,6 @@ class Daemon:
         self.boot = parts.state.world.boot
         self._keep_memory = keep_memory
         self.catalog = CatalogWriter(parts.catalog)
-        self.unsaved: list[Op] = []
-        self.again = 0
-        """Changes that the catalog refused, and that are under way to it again."""
-        self._unstored = 0
-        """Batches that the catalog was given and has not answered for."""
-        self._refusal: CatalogError | None = None
-        """Why the catalog refused what is in `unsaved`."""
         self.faults = 0
         self.keeper_lost = False
         self._stopping = False
@@ -91,7 +85,9 @@ class Daemon:
         loop = self._loop = asyncio.get_running_loop()
         self.mover = Mover(self.state, self.parts.spill, self.parts.arenas, loop, self.perform)
         self._do |= self.mover.handlers
+        self.ledger = Ledger(self.catalog, loop)
         self.operator, self.health = Operator(self), Health(self)
+        loop.set_exception_handler(self._fault)
         self._watch_keeper()
         self.catalog.start()
         self.state.tick(loop.time())
@@ -117,25 +113,33 @@ class Daemon:
         ticking.cancel()
         await self._shut_down()
 
+    def _fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Something has escaped a callback of the loop."""
+        if not isinstance(context.get("exception"), OSError):  # those are of sockets
+            self.faults += 1
+        loop.default_exception_handler(context)
+
     async def _tick(self) -> None:
         next_save_s = self._loop.time() + SAVE_TIMES_S
         while True:
             await asyncio.sleep(TICK_S)
             now_s = self._loop.time()
-            try:
-                self.state.tick(now_s)
-            except Exception:
-                log.exception("a tick failed")
-                self.faults += 1
-            self.perform()
-            self.health.look(TICK_S)
-            for listener in self._listeners:
-                listener.close_partial(now_s)
-            if now_s >= next_save_s:
+            for part in (self.state.tick, self._look):
+                try:
+                    part(now_s)
+                except Exception:
+                    log.exception("a tick failed")
+                    self.faults += 1
+                self.perform()
+            if now_s >= next_save_s and not self.ledger.refused:
                 next_save_s = now_s + SAVE_TIMES_S
                 self._save_times(now_s)
-            elif self.unsaved:
-                self._save([], lambda error: None)  # nobody waits for it
+            self.ledger.retry()
+
+    def _look(self, now_s: float) -> None:
+        self.health.look(TICK_S)
+        for listener in self._listeners:
+            listener.close_partial(now_s)
 
     def _save_times(self, now_s: float) -> None:
         idle = tuple(
@@ -145,7 +149,7 @@ class Daemon:
             if not session.groups
         )
         ran_s = now_s + self.state.world.ran_offset_s
-        self._save([SaveClock(ran_s), *([SaveIdle(idle)] if idle else [])], None)
+        self.ledger.save([SaveClock(ran_s), *([SaveIdle(idle)] if idle else [])])
 
     # ---------------------------------------------------------------- stop
 
@@ -164,6 +168,9 @@ class Daemon:
             async with asyncio.timeout(0.5 * left_s):
                 await self.mover.idle.wait()
         self._save_times(self._loop.time())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.3 * left_s):
+                await self.ledger.idle.wait()
         self._watch.close()
         self.mover.close()
         spill = await asyncio.to_thread(self.parts.spill.close, 0.3 * left_s)
@@ -200,6 +207,11 @@ class Daemon:
 
     def _keeper_ended(self, fd: int) -> None:
         self._loop.remove_reader(fd)
+        self._keep_again()
+
+    def _keep_again(self) -> None:
+        if self._stopping:
+            return
         parts = self.parts
         try:
             parts.keeper.close()
@@ -210,7 +222,7 @@ class Daemon:
         except KeeperError as error:
             self.keeper_lost = True
             log.error("the arenas would not outlive this process: %s", error)
-            self._loop.call_later(KEEPER_RETRY_S, self._keeper_ended, fd)
+            self._loop.call_later(KEEPER_RETRY_S, self._keep_again)
             return
         self.keeper_lost = False
         log.warning("the keeper of the arenas had ended; another one has them now")
@@ -219,7 +231,7 @@ class Daemon:
     def _let_go(self) -> None:
         keeper = self.parts.keeper
         fd = keeper.fileno()
-        if fd is not None:
+        if fd is not None and not self.keeper_lost:
             self._loop.remove_reader(fd)
         for arena in self.parts.arenas.values():
             if not self._keep_memory:
@@ -314,32 +326,43 @@ class Daemon:
 
     def request(self, conn: Connection, req: Any) -> wire.Reply | None:
         """Carry out a client's request and the actions it leads to."""
+        peer, lasting = conn.peer, type(req) in STORED_VERBS
         try:
-            reply = self.state.handle(conn.peer, req, self._loop.time())
+            if lasting:
+                self.ledger.check_room()
+            reply = self.state.handle(peer, req, self._loop.time())
+        except SpillFull as error:
+            reply = self.state.refuse(peer, req, error)
         except Exception:
             log.exception("request %s failed", type(req).__name__)
             self.faults += 1
-            reply = self.state.error(
-                conn.peer, req.id, Internal("a fault in the daemon; its log has the trace")
+            reply = self.state.refuse(
+                peer, req, Internal("a fault in the daemon; its log has the trace")
             )
         ops = self._carry_out() if self.state.world.actions else []
-        behind = (self._unstored or self.unsaved) and type(req) in STORED_VERBS
+        behind = lasting and self.ledger.behind
+        oneway: int = getattr(req, "oneway", 0)
         if not (ops or behind) or isinstance(reply, wire.Error):
-            self._save(ops, None)
+            self.ledger.save(ops)
             return reply
-        self._save(ops, None if reply is None else lambda error: self._late(
-            conn, req.id, reply, error
-        ))  # fmt: skip
+        if oneway > 0:
+            peer.unstored.append(oneway)
+        self.ledger.save(ops, lambda error: self._late(conn, req, reply, error))
         return None
 
     def _late(
-        self, conn: Connection, request_id: int, reply: wire.Reply, error: CatalogError | None
+        self, conn: Connection, req: Any, reply: wire.Reply | None, error: CatalogError | None
     ) -> None:
-        """Send a reply that had to wait for the catalog."""
-        if error is not None:
+        """Send a reply, or acknowledge a one-way request, that had to wait for the catalog."""
+        oneway: int = getattr(req, "oneway", 0)
+        if oneway > 0:
+            conn.peer.unstored.remove(oneway)
+        if error is not None and (reply is not None or oneway > 0):
             kind = SpillFull if isinstance(error, CatalogFull) else Internal
-            reply = self.state.error(conn.peer, request_id, kind(f"not stored yet: {error}"))
-        conn.send(reply)
+            reply = self.state.refuse(conn.peer, req, kind(f"not stored yet: {error}"))
+            self.perform()
+        if reply is not None:
+            conn.send(reply)
 
     def admin(self, conn: Connection, req: Any) -> wire.Reply | None:
         """Carry out an operator's request."""
@@ -372,7 +395,7 @@ class Daemon:
     def perform(self) -> None:
         """Carry out the core's actions in their order."""
         if self.state.world.actions:
-            self._save(self._carry_out(), None)
+            self.ledger.save(self._carry_out())
 
     def _carry_out(self) -> list[Op]:
         """The same, but the changes for the catalog are left to the caller."""
@@ -389,31 +412,6 @@ class Daemon:
                     log.exception("action %s failed", type(action).__name__)
                     self.faults += 1
         return ops
-
-    def _save(self, ops: list[Op], done: Callable[[CatalogError | None], None] | None) -> None:
-        """Give changes to the catalog; what it refuses is tried again with the next ones."""
-        if not ops and done is None:
-            return
-        batch, again = self.unsaved + ops, len(self.unsaved)
-        self.unsaved, self.again = [], self.again + again
-        self._unstored += 1
-
-        def stored(error: CatalogError | None) -> None:
-            self.again -= again
-            self._unstored -= 1
-            if error is not None:
-                log.error("catalog: %s", error)
-                self.unsaved, self._refusal = batch + self.unsaved, error
-            if done is not None:
-                done(self._refusal if self.unsaved else None)
-
-        def from_thread(error: CatalogError | None) -> None:
-            self._loop.call_soon_threadsafe(stored, error)
-
-        try:
-            self.catalog.submit(batch, from_thread)
-        except CatalogError as error:
-            stored(error)
 
     @staticmethod
     def _note(action: act.Note) -> None:
@@ -473,12 +471,15 @@ class Daemon:
         def from_thread(result: BlobRecord | CatalogError | None) -> None:
             self._loop.call_soon_threadsafe(loaded, result)
 
-        try:
-            self.catalog.read_blob(
-                session.tenant.name, session.token_hash, action.node, from_thread
-            )
-        except CatalogError as error:
-            loaded(error)
+        def read(_: CatalogError | None) -> None:
+            try:
+                self.catalog.read_blob(
+                    session.tenant.name, session.token_hash, action.node, from_thread
+                )
+            except CatalogError as error:
+                loaded(error)
+
+        self.ledger.save([], read)  # behind the changes that came before
 
     # ----------------------------------------------------------- processes
 

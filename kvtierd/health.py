@@ -46,10 +46,9 @@ class Health:
             self._late_s, self._late_at_s = late_s, now_s
         world = self._daemon.state.world
         world.nvme_stuck = self._daemon.parts.spill.stuck_s(now_s) > self._patience_s
-        reasons = self.reasons()
-        if [_kind(each) for each in reasons] != [_kind(each) for each in self._told]:
-            self._tell(reasons)
-        self._told = reasons
+        told, self._told = self._told, self.reasons()
+        if [_kind(each) for each in self._told] != [_kind(each) for each in told]:
+            self._tell(told, self._told)
         if self._ping_s and now_s >= self._next_ping_s:
             self._next_ping_s = now_s + self._ping_s
             systemd.notify("WATCHDOG=1")
@@ -58,8 +57,9 @@ class Health:
     def _patience_s(self) -> float:
         return float(self._daemon.limits.stuck_after_s)
 
-    def _tell(self, reasons: list[str]) -> None:
-        known = {_kind(each) for each in self._told}
+    @staticmethod
+    def _tell(told: list[str], reasons: list[str]) -> None:
+        known = {_kind(each) for each in told}
         for reason in reasons:
             if _kind(reason) not in known:
                 log.error("unwell: %s", reason)
@@ -118,7 +118,7 @@ class Health:
                 f"catalog: a transaction has not ended for {stuck_s:.0f} s (the disk of "
                 f"{daemon.config.state_dir}); sessions and branches cannot be opened or closed"
             )
-        if refused := len(daemon.unsaved) + daemon.again:
+        if refused := daemon.ledger.refused:
             found.append(f"catalog: {refused} changes could not be stored yet")
         return found
 

@@ -202,6 +202,13 @@ class Mover:
     def _done(self, action: _Work, result: JobResult) -> None:
         """A job has ended: tell the core, then begin what waited."""
         self._running.remove(action.batch)
+        try:
+            self._tell(action, result)
+        finally:  # whatever that raises, what waits goes on
+            self._after()
+            self._begin_queued()
+
+    def _tell(self, action: _Work, result: JobResult) -> None:
         now_s = self._loop.time()
         outcome: NDArray[np.uint8] = _OUTCOME[result.status]
         if isinstance(action, Demote):
@@ -214,8 +221,6 @@ class Mover:
             self._state.cleared(action.batch, now_s)
         else:
             self._loop.call_later(CLEAR_RETRY_S, self._clear, action)
-        self._after()
-        self._begin_queued()
 
     def _begin_queued(self) -> None:
         if self.closed:

@@ -91,8 +91,7 @@ class AsyncClient(ClientState):
             await driver.close()
             return
         try:
-            with contextlib.suppress(TransportError):
-                await self._run(ops.close(core, CLOSE_TIMEOUT_S))
+            await self._run(ops.close(core, CLOSE_TIMEOUT_S))
         finally:
             await driver.close()
 

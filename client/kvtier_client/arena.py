@@ -137,7 +137,7 @@ def pack_u32(values: Any, name: str, count: int | None = None) -> bytes:
             raise InvalidArgument(f"{name} {values} is not in 0..2**32-1")
         return values.to_bytes(4, "little") * (1 if count is None else count)
     array = np.asarray(values)
-    if array.ndim == 0:
+    if array.ndim == 0 and array.dtype.kind in "iu":
         return pack_u32(int(array), name, count)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidArgument(f"{name} must be integers in one dimension, not {array.dtype}")

@@ -28,7 +28,9 @@ from kvtier_client.protocol import Pending, Phase, ended
 from kvtier_client.single import Single, ask_one, copy_ahead, read_ahead, read_one, write_one
 
 SEND_STALL_S: Final = 30.0
-"""A daemon that takes no bytes for so long is taken for gone."""
+"""A daemon that takes no bytes for so long, or for `deadline_s`, is taken for gone."""
+POLL_MAX_S: Final = 3600.0
+"""Longest wait in one piece; a longer one, which may be endless, consists of several."""
 log = logging.getLogger("kvtier_client")
 
 
@@ -58,12 +60,12 @@ class Driver:
         try:
             effect = next(op)
             while True:
-                if protocol.urgent or type(effect) is not Run:
-                    self.flush()
                 try:
                     if type(effect) is Wait:
                         self.wait(effect.pendings, effect.timeout_s)
                     elif type(effect) is Run:
+                        if protocol.urgent:
+                            self.flush()
                         effect.work()
                     else:
                         self._pause(effect)
@@ -99,7 +101,6 @@ class Driver:
         ahead = core.ahead
         window = ahead.awaited(single)
         if window is not None:
-            self.flush()
             self.wait((window,), core.deadline_s)
         taken = ahead.take(single)
         if taken is not None:
@@ -114,7 +115,6 @@ class Driver:
                 return tokens
         timeout_s = ask_one(single, wait_s)
         try:
-            self.flush()
             self.wait((single.pending,), timeout_s)
         except BaseException:
             core.abandon(single.pending)
@@ -126,17 +126,22 @@ class Driver:
                 self.flush()
 
     def _pause(self, effect: Any) -> None:
+        self.flush()
         self.closed.wait(effect.duration_s)
 
     def wait(self, pendings: tuple[Pending, ...], timeout_s: float) -> None:
-        """Return when all have ended. Errors: Timeout, ConnectionLost, ProtocolError."""
+        """Send what is queued, and return when all have ended.
+
+        Errors: Timeout, ConnectionLost, ProtocolError.
+        """
         now_s = self.core.now_s
         deadline_s = now_s() + timeout_s
+        self.flush()
         while True:
             with self._changed:
                 if ended(pendings):
                     return
-                left_s = deadline_s - now_s()
+                left_s = min(deadline_s - now_s(), POLL_MAX_S)
                 if left_s <= 0:
                     raise self._too_late(timeout_s)
                 sock = self._sock
@@ -191,9 +196,10 @@ class Driver:
             return
         ready = select.poll()
         ready.register(sock, select.POLLOUT)
+        stall_s = min(SEND_STALL_S, self.core.deadline_s)
         while view:
-            if not ready.poll(SEND_STALL_S * 1000):
-                raise OSError(f"the daemon took no bytes for {SEND_STALL_S} s")
+            if not ready.poll(stall_s * 1000):
+                raise OSError(f"the daemon took no bytes for {stall_s} s")
             view = view[sock.send(view) :]
 
     def _read(self, sock: socket.socket, timeout_s: float) -> None:
@@ -204,6 +210,8 @@ class Driver:
         finally:
             with self._changed:
                 self._reading = False
+                if self._sock is not sock:
+                    sock.close()
                 if self._waiting:
                     self._changed.notify_all()
         self.flush()
@@ -232,9 +240,11 @@ class Driver:
                 return
             self._sock = None
             self._reason = reason
-            self._poll.unregister(sock)
             self.core.protocol.lost()
-            sock.close()
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes whoever reads it, who closes it then
+            if not self._reading:
+                sock.close()
             self._changed.notify_all()
 
     def _connect(self, deadline_s: float, timeout_s: float) -> None:
@@ -250,8 +260,7 @@ class Driver:
                     self._reason = problem
                     if is_final(problem):
                         raise
-                    left_s = deadline_s - self.core.now_s()
-                    if left_s <= 0 or self.closed.is_set():
+                    if self.core.now_s() >= deadline_s:
                         raise no_daemon(self.core.path, problem, timeout_s) from None
                 else:
                     pace.connected(self.core.now_s())
@@ -280,13 +289,16 @@ class Driver:
                 self._send(sock, hello)
             poll = select.poll()
             poll.register(sock, select.POLLIN)
-            while True:
-                left_s = max(0.0, deadline_s - core.now_s())
-                if not poll.poll(left_s * 1000):
+            welcome = False
+            while not welcome:
+                self._check()
+                left_s = deadline_s - core.now_s()
+                if left_s <= 0:
                     raise ConnectionLost("the daemon accepted the connection but did not answer")
-                if greeting.receive(sock):
-                    break
+                if poll.poll(min(left_s, TEND_PERIOD_S) * 1000):
+                    welcome = greeting.receive(sock)
             with self._changed:
+                self._check()
                 self._sock, self._poll = sock, poll
         except BaseException:
             with core.lock:
@@ -333,8 +345,9 @@ class Driver:
             if self._sock is not None:
                 self._sock.close()
             return
-        self.closed.set()
-        sock = self._sock
+        with self._changed:
+            self.closed.set()
+            sock = self._sock
         if sock is not None:
             self._drop(sock, "closed by its owner")
         with self._changed:

@@ -75,15 +75,17 @@ class Client(ClientState):
         """Give everything back and close the connection; sessions stay with the daemon.
 
         Copies of other threads end before their slots go back; their calls raise ConnectionLost.
-        Errors: the first failure of a one-way commit that no `flush` has told.
+        With something to give back it waits up to `link.CLOSE_TIMEOUT_S` for a daemon that is
+        away; what could not be given back by then goes with the process.
+        Errors: the first failure of a one-way commit that no `flush` has told; ConnectionLost when
+        some were not acknowledged in time, so that their blocks may not be stored.
         """
         core, driver = self._core, self._driver
         if driver.closed.is_set() or core.is_child() or not core.greeting.done:
             driver.close()
             return
         try:
-            with contextlib.suppress(TransportError):
-                self._run(ops.close(core, CLOSE_TIMEOUT_S))
+            self._run(ops.close(core, CLOSE_TIMEOUT_S))
         finally:
             driver.close()
 

@@ -23,7 +23,7 @@ from kvtier_client.protocol import Pending, Protocol
 
 DEFAULT_DEADLINE_S: Final = 30.0
 FAILURES_LIMIT: Final = 1024
-"""Failures of one-way commits that are kept until `flush`; older ones are only counted."""
+"""Failures of one-way requests that are kept until `flush`; the oldest make room."""
 
 
 class Folded(msgspec.Struct, frozen=True):
@@ -123,7 +123,6 @@ class Core:
         self.protocol = Protocol(name, group, secret)
         self.arena: Arena | None = None
         self.integrity = "spill"
-        self.daemon = ""
         self.tenant = ""
         self.stats = Counters()
         self.cost = CostModel()
@@ -145,12 +144,13 @@ class Core:
     def send(self, kind: type[wire.Request], *fields: Any, lease: Lease | None = None) -> Pending:
         """Build and queue a request with a reply."""
         with self.lock:
-            if lease is not None:
-                lease.unsettled += 1
             self.stats.requests += 1
             request = kind(self.protocol.next_id(), *fields)
             self.before(request)
-            return self.protocol.submit(request, lease)
+            pending = self.protocol.submit(request, lease)
+            if lease is not None:
+                lease.unsettled += 1
+            return pending
 
     def send_oneway(
         self,
@@ -164,14 +164,15 @@ class Core:
         `lazily` as for `Protocol.submit`; under pressure nothing waits.
         """
         with self.lock:
-            if lease is not None:
-                lease.unsettled += 1
             self.stats.requests += 1
             request = kind(self.protocol.next_id(), *fields)
             self.before(request)
             owner = self if lease is None else lease
             lazily = lazily and not self.stats.pressure
-            return self.protocol.submit(request, owner, oneway=True, lazily=lazily)
+            pending = self.protocol.submit(request, owner, oneway=True, lazily=lazily)
+            if lease is not None:
+                lease.unsettled += 1
+            return pending
 
     def settled(self, pending: Pending) -> None:
         """A one-way request about no lease has ended; `flush` tells of its failure."""
@@ -239,12 +240,13 @@ class Core:
     def renew(self, lease: Lease, ttl_s: float) -> Pending:
         """Ask for `ttl_s` more from now on (0: as long as at first)."""
         with self.lock:
-            lease.renewing = True
             ask_s = ttl_s if ttl_s > 0 else lease.ttl_s
             renewal = Renewal(lease, self.now_s(), ask_s)
             self.stats.requests += 1
             request = wire.Renew(self.protocol.next_id(), lease.id, ask_s)
-            return self.protocol.submit(request, renewal)
+            pending = self.protocol.submit(request, renewal)
+            lease.renewing = True
+            return pending
 
     def end_lease(self, lease: Lease, lazily: bool = False) -> Pending | None:
         """Begin nothing more under a lease and give back what it did not commit.
@@ -313,11 +315,7 @@ class Core:
                 self._revoke(event.lease)
 
     def _welcome(self, welcome: wire.Welcome) -> None:
-        self.integrity, self.daemon, self.tenant = (
-            welcome.integrity,
-            welcome.daemon,
-            welcome.tenant,
-        )
+        self.integrity, self.tenant = welcome.integrity, welcome.tenant
         for id in welcome.lost_leases:
             if id in self.leases:
                 self.leases[id].lost = True

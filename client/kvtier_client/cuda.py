@@ -8,6 +8,7 @@ event has completed: nothing is committed or released before.
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -28,22 +29,20 @@ log = logging.getLogger("kvtier_client")
 
 
 class Registration:
-    """An arena's mapping as CUDA knows it; kept for as long as the mapping lives.
+    """An arena's mapping as CUDA knows it, until nobody holds the arena any more.
 
     Source: cudaHostRegister (CUDA Runtime API, memory management).
     """
 
     def __init__(self, arena: Arena, runtime: Any) -> None:
         """Register `arena` in chunks; `registered` is False when CUDA refused."""
-        self.arena = arena
         self.registered = True
         done: list[int] = []
         for start in range(0, arena.size_bytes, REGISTER_CHUNK_BYTES):
             length = min(REGISTER_CHUNK_BYTES, arena.size_bytes - start)
             code = int(runtime.cudaHostRegister(arena.address + start, length, READ_WRITE))
             if code != 0:
-                for address in done:
-                    runtime.cudaHostUnregister(address)
+                _unregister(runtime, done)
                 self.registered = False
                 log.warning(
                     "CUDA refused to register %d bytes of the arena at %d (error %d): copies go "
@@ -52,6 +51,7 @@ class Registration:
                 )
                 return
             done.append(arena.address + start)
+        weakref.finalize(arena, _unregister, runtime, done).atexit = False
 
 
 class Device:
@@ -74,7 +74,7 @@ class Device:
         return self._staging
 
 
-_registrations: dict[int, Registration] = {}
+_registrations: weakref.WeakKeyDictionary[Arena, Registration] = weakref.WeakKeyDictionary()
 _devices: dict[int, Device] = {}
 _lock = threading.Lock()
 
@@ -82,17 +82,24 @@ _lock = threading.Lock()
 def registration(arena: Arena) -> Registration:
     """The registration of an arena, made with the first copy."""
     with _lock:
-        known = _registrations.get(arena.address)
-        if known is None or known.arena is not arena:
-            known = Registration(arena, _runtime())
-            _registrations[arena.address] = known
+        known = _registrations.get(arena)
+        if known is None:
+            known = _registrations[arena] = Registration(arena, _runtime())
         return known
 
 
 def device_of(device: torch.device) -> Device:
     """Streams and buffers of a GPU."""
     with _lock:
-        return _devices.setdefault(device.index or 0, Device(device))
+        known = _devices.get(device.index)
+        if known is None:
+            known = _devices[device.index] = Device(device)
+        return known
+
+
+def _unregister(runtime: Any, addresses: list[int]) -> None:
+    for address in addresses:
+        runtime.cudaHostUnregister(address)
 
 
 def _runtime() -> Any:

@@ -7,7 +7,8 @@ from kvtier_client import wire
 from kvtier_client.core import Unfolded
 from kvtier_client.effects import Op, call
 from kvtier_client.errors import ProtocolError
-from kvtier_client.ops import SessionCore, page_range
+from kvtier_client.ops import SessionCore
+from kvtier_client.pages import page_range
 from kvtier_client.single import settle_some
 
 

@@ -5,23 +5,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier_client import wire
-from kvtier_client.arena import Bytes, pack_u32
+from kvtier_client.arena import pack_u32
 from kvtier_client.core import Core
 from kvtier_client.effects import Op, Run, call, check_window, patiently, reply_of
 from kvtier_client.errors import InvalidArgument, LeaseExpired, RequestError
 from kvtier_client.integrity import checksums, mismatches
-from kvtier_client.leases import RegisteredLayout
-from kvtier_client.ops import LayoutRef, SessionCore, need_layout, page_numbers, simple
-from kvtier_client.records import Copier, Handler, Records, copier
-from kvtier_client.swap import WINDOW_ATTEMPTS, page_runs, window_blocks
+from kvtier_client.leases import Lease, RegisteredLayout
+from kvtier_client.ops import LayoutRef, SessionCore, need_layout, simple
+from kvtier_client.pages import page_numbers, page_runs
+from kvtier_client.records import Copier, Records, copier
+from kvtier_client.swap import WINDOW_ATTEMPTS, window_blocks
 
 
 def join_keys(keys: bytes | Sequence[bytes]) -> bytes:
     """Content keys as one string. Errors: InvalidArgument for a key that has not 16 bytes."""
-    packed = keys if isinstance(keys, bytes) else b"".join(keys)
-    if len(packed) % 16 or (not isinstance(keys, bytes) and any(len(key) != 16 for key in keys)):
+    try:
+        whole = isinstance(keys, bytes) or all(len(key) == 16 for key in keys)
+        packed = keys if isinstance(keys, bytes) else b"".join(keys)
+    except TypeError:  # something in it is no string of bytes
+        whole, packed = False, b""
+    if not whole or len(packed) % 16:
         raise InvalidArgument("every content key has 16 bytes")
     return packed
 
@@ -39,18 +45,12 @@ def lookup(core: Core, keys: Any, layouts: Any) -> Op[list[int]]:
     return reply.hits
 
 
-def _subset(records: Records, index: list[int], first: int) -> Records:
-    """Those records that slots were granted for."""
-    if callable(records) and not hasattr(records, "__getitem__"):
-        return lambda views, i, j: _fill_runs(records, views, index[i:j], first)
-    return [records[first + i] for i in index]
-
-
-def _fill_runs(fill: Handler, views: list[Bytes], index: list[int], first: int) -> None:
-    """Have a caller's code fill the views of chosen records, neighbours at a time."""
+def _store(source: Copier, lease: Lease, index: NDArray[np.uint32], first: int) -> None:
+    """Copy those records that slots were granted for, neighbours at a time."""
+    source.prepare()
     done = 0
     for start, count in page_runs(index):
-        fill(views[done : done + count], first + start, first + start + count)
+        source.store(lease.slots(done, count), first + start, lease.core.crew)
         done += count
 
 
@@ -72,6 +72,7 @@ def put_keys(
     places = pack_u32(np.arange(n), "pages") if pages is None else page_numbers(pages)[1]
     if len(places) != 4 * n:
         raise InvalidArgument(f"{len(places) // 4} pages for {n} keys: give one for each key")
+    source = copier(records, n, known.block_bytes, writable=False)
     stored, step = 0, window_blocks(core, known)
     for first in range(0, n, step):
         last = min(first + step, n)
@@ -80,7 +81,7 @@ def put_keys(
         for attempt in range(WINDOW_ATTEMPTS):
             try:
                 stored += yield from _put_window(
-                    core, known, part, part_valid, records, first, wait_s
+                    core, known, part, part_valid, source, first, wait_s
                 )
                 break
             except LeaseExpired:
@@ -95,7 +96,7 @@ def _put_window(
     known: RegisteredLayout,
     part: tuple[bytes, bytes],
     valid: bytes,
-    records: Records,
+    source: Copier,
     first: int,
     wait_s: float,
 ) -> Op[int]:
@@ -112,15 +113,9 @@ def _put_window(
     lease.begin()
     try:
         index = np.frombuffer(granted.index, "<u4")
-        source = copier(
-            _subset(records, index.tolist(), first), count, known.block_bytes, writable=False
-        )
-        source.prepare()
-        slots = lease.slots(0, count)
-        yield Run(lambda: source.store(slots, 0, core.crew), count * known.block_bytes)
+        yield Run(lambda: _store(source, lease, index, first), count * known.block_bytes)
         places = np.arange(count, dtype="<u4")
         chosen = np.frombuffer(keys, "V16")[index].tobytes()
-        lease.named_blocks = count
         pending = core.send(
             wire.CommitKeys,
             *(lease.id, places.tobytes(), chosen),
@@ -129,6 +124,7 @@ def _put_window(
             *(0, checksums(lease, places)),
             lease=lease,
         )
+        lease.named_blocks = count
     finally:
         core.end_lease(lease)
     yield from reply_of(core, pending, wire.Done)

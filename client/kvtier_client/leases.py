@@ -172,7 +172,11 @@ class Lease:
         )
 
     def blocks(self) -> list[Bytes]:
-        """A view of every block. Shapes: each [block_bytes]."""
+        """A view of every block. Shapes: each [block_bytes].
+
+        Errors: ConnectionLost in a forked child, where touching one would kill it.
+        """
+        self.core.check_process()
         views = self.arena.blocks(self.offsets, self.layout.block_bytes)
         if not self.write:
             for view in views:

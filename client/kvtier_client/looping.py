@@ -297,7 +297,9 @@ class AsyncDriver:
         sock = self._sock
         if sock is not None:
             self._drop(sock, "closed by its owner")
-        self.core.fail_all(ConnectionLost("this client was closed"))
+        closed = ConnectionLost("this client was closed")
+        self.core.fail_all(closed)
+        self._fail_waits(closed)
         for task in (self._connector, self._keeper):
             if task is not None:
                 task.cancel()

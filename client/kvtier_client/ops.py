@@ -15,6 +15,7 @@ from kvtier_client.arena import pack_u32
 from kvtier_client.core import Core, Folded, NodeState
 from kvtier_client.effects import Op, Pause, Run, Wait, call, check_window, patiently, reply_of
 from kvtier_client.errors import (
+    ConnectionLost,
     InvalidArgument,
     LayoutMismatch,
     LeaseExpired,
@@ -26,12 +27,11 @@ from kvtier_client.errors import (
 )
 from kvtier_client.integrity import checksums, mismatches, refuse
 from kvtier_client.leases import Lease, RegisteredLayout
+from kvtier_client.pages import page_numbers, page_range
 from kvtier_client.protocol import Pending
 
 FLUSH_PAUSE_S: Final = 0.001
 FLUSH_PAUSE_MAX_S: Final = 0.05
-GIVE_BACK_TIMEOUT_S: Final = 0.5
-"""How long a close waits for a daemon that may be gone, when no commit depends on it."""
 LayoutRef = wire.Layout | bytes
 """A layout, or the fingerprint of one that was registered."""
 
@@ -97,6 +97,10 @@ def flush(core: Core, timeout_s: float) -> Op[None]:
     Errors: the first failure of a one-way request since the last flush; Timeout.
     """
     yield from settle(core, timeout_s)
+    _raise_failures(core)
+
+
+def _raise_failures(core: Core) -> None:
     with core.lock:
         failures = list(core.failures)
         core.failures.clear()
@@ -161,7 +165,6 @@ def resume_session(core: Core, token: bytes) -> Op[SessionCore]:
 def _entered(core: Core, token: bytes, reply: wire.SessionReply) -> SessionCore:
     with core.lock:
         core.protocol.sessions[reply.session] = token
-        core.protocol.lost_sessions.discard(reply.session)
     return SessionCore(core, token, reply)
 
 
@@ -313,16 +316,15 @@ def commit(
     packed_valid = np.frombuffer(packed_valid, "<u4")[order].tobytes()
     sums = checksums(lease, places)
     send = core.send_oneway if oneway else core.send
-    pending = send(
-        wire.Commit,
-        *(lease.id, session.id, node, places.tobytes(), packed_pages, packed_valid),
-        *(retention, 0, sums),
-        lease=lease,
-    )
-    if oneway:
-        return
     try:
-        yield from reply_of(core, pending, wire.Done)
+        pending = send(
+            wire.Commit,
+            *(lease.id, session.id, node, places.tobytes(), packed_pages, packed_valid),
+            *(retention, 0, sums),
+            lease=lease,
+        )
+        if not oneway:
+            yield from reply_of(core, pending, wire.Done)
     except RequestError:
         with core.lock:
             lease.unname(places)
@@ -425,71 +427,40 @@ def close(core: Core, timeout_s: float) -> Op[None]:
     """Give everything back before the connection is closed.
 
     Copies of other threads or tasks end first; one that takes longer than `timeout_s` keeps its
-    slots. Beside them only one-way commits are worth so much time: leases end with the client.
-    Errors: the first failure of a one-way commit that no flush has told.
+    slots. Whatever else the daemon keeps for this client ends with a Goodbye, which may take the
+    rest of that time; what it could not be told by then ends with the process.
+    Errors: the first failure of a one-way request that no flush has told; ConnectionLost when
+    one-way commits were not acknowledged.
     """
+    deadline_s = core.now_s() + timeout_s
     with core.lock:
+        owing = core.protocol.owing
         core.ahead.drop()
         for pool in core.pools.values():
             pool.retire(core)
-    deadline_s = core.now_s() + timeout_s
     while core.copying() and core.now_s() < deadline_s:
         yield Pause(FLUSH_PAUSE_S)
+    if owing:
+        yield from _say_goodbye(core, deadline_s)
+    _raise_failures(core)
+
+
+def _say_goodbye(core: Core, deadline_s: float) -> Op[None]:
     with core.lock:
         for lease in list(core.leases.values()):
             if not lease.busy:
-                core.end_lease(lease)
-        waiting = core.protocol.unacked
-    commits = any(isinstance(one.request, wire.Commit | wire.CommitKeys) for one in waiting)
-    yield from flush(core, timeout_s if commits else GIVE_BACK_TIMEOUT_S)
-    yield from ping(core, GIVE_BACK_TIMEOUT_S)
-    deadline_s = core.now_s() + GIVE_BACK_TIMEOUT_S
-    while core.protocol.giving_back and core.now_s() < deadline_s:
-        yield from ping(core, GIVE_BACK_TIMEOUT_S)  # a commit failed meanwhile: its slots go back
-
-
-# ------------------------------------------------------------------- values
-
-
-def page_range(pages: tuple[int, int]) -> tuple[int, int]:
-    """Checked first and last page, the last excluded. Errors: InvalidArgument."""
-    first, last = pages
-    if not 0 <= first < last:
-        raise InvalidArgument(f"pages {first}..{last}: give (first, last), last excluded")
-    return first, last
-
-
-def neighbours(pages: Any) -> tuple[int, int] | None:
-    """The first page and how many, when it is plain that they are neighbours; else None.
-
-    Errors: InvalidArgument for a page that is no u32.
-    """
-    if type(pages) is int:
-        first, last = pages, pages + 1
-    elif type(pages) is tuple and len(pages) == 2:
-        first, last = int(pages[0]), int(pages[1])
-    elif type(pages) is range and pages.step == 1:
-        first, last = pages.start, pages.stop
-    else:
-        return None
-    if last <= first:
-        return 0, 0
-    if first < 0 or last > 0x1_0000_0000:
-        raise InvalidArgument(f"pages {first}..{last} are not in 0..2**32-1")
-    return first, last - first
-
-
-def page_numbers(pages: Any) -> tuple[int, bytes]:
-    """How many pages are meant, and their packed numbers.
-
-    A tuple of two means first and last (excluded); one int is one page; else a sequence of
-    numbers. Errors: InvalidArgument.
-    """
-    if isinstance(pages, int):
-        return 1, pack_u32(pages, "pages")
-    if isinstance(pages, tuple) and len(pages) == 2:
-        pages = range(int(pages[0]), int(pages[1]))
-    if isinstance(pages, range):
-        pages = np.arange(pages.start, pages.stop, pages.step)
-    packed = pack_u32(pages if len(pages) else np.empty(0, np.uint32), "pages")
-    return len(packed) // 4, packed
+                lease.close()
+        commits = [p for p in core.protocol.unacked if isinstance(p.request, wire.Commit)]
+        copying = [
+            id for id in core.protocol.held if id not in core.leases or core.leases[id].busy
+        ]  # a lease that only `held` knows is being read by the short way
+        goodbye = core.send(wire.Goodbye, np.array(copying, "<u8").tobytes())
+    try:
+        yield Wait((goodbye,), max(0.0, deadline_s - core.now_s()))
+    except TransportError as problem:
+        left = sum(not one.done for one in commits)
+        if left:
+            raise ConnectionLost(
+                f"the client closed before {left} one-way commits were acknowledged: their blocks "
+                f"may not be stored ({problem})"
+            ) from problem

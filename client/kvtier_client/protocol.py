@@ -13,7 +13,7 @@ import enum
 import itertools
 from collections import deque
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 from typing import Protocol as Interface
 
 import msgspec
@@ -106,6 +106,13 @@ def ended(pendings: tuple[Pending, ...]) -> bool:
     return True
 
 
+def _plain(value: Any) -> Any:
+    """A number of numpy's or torch's as Python's own. Errors: TypeError for anything else."""
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} is neither a number nor a string nor bytes")
+
+
 Event = wire.Welcome | wire.Ready | wire.Pressure | wire.Revoke
 
 
@@ -128,10 +135,8 @@ class Protocol:
         self.layouts: dict[bytes, wire.Layout] = {}
         self.held: dict[int, wire.HeldLease] = {}
         """Granted leases, from their grant on until their owner lets go; HELLO lists them."""
-        self.late_replies = 0
         self.urgent = False
         """Whether something is to be sent that should not wait for company."""
-        self.lost_sessions: set[int] = set()
         self._ids = itertools.count(1)
         self._last_id = 0
         self._unsettled: dict[int, Pending] = {}
@@ -141,9 +146,10 @@ class Protocol:
         self._oneway = 0
         self._in_flight = 0
         self._restoring: dict[int, wire.Request] = {}
+        self._to_restore: deque[wire.Request] = deque()
         self._outbox: list[bytes] = []
         self._inbox = b""
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
         self._decoder = msgspec.msgpack.Decoder(wire.AnyReply | wire.Push)
 
     # ------------------------------------------------------------ going out
@@ -162,7 +168,8 @@ class Protocol:
         """Queue a request; it is sent now or as soon as the connection is READY.
 
         `lazily`: it may wait for the next request, so that both go in one write.
-        Errors: InvalidArgument when its frame is longer than the daemon accepts.
+        Errors: InvalidArgument when its frame is longer than the daemon accepts, or when a value
+        has no place in a frame.
         """
         pending = Pending(request, owner)
         if oneway:
@@ -188,6 +195,8 @@ class Protocol:
             self._abandoned[request.id] = pending
             while len(self._abandoned) > ABANDONED_LIMIT:
                 del self._abandoned[next(iter(self._abandoned))]
+        elif pending in self._backlog:
+            self._backlog.remove(pending)
         pending.end(None, ConnectionLost(f"{type(request).__name__} was given up by its caller"))
 
     def take_outbox(self) -> bytes:
@@ -212,10 +221,9 @@ class Protocol:
         return len(self._unsettled)
 
     @property
-    def giving_back(self) -> bool:
-        """Whether what gives a lease back was not answered, or a commit, which may have to be."""
-        kinds = wire.Abort | wire.Release | wire.Commit | wire.CommitKeys
-        return any(isinstance(p.request, kinds) for p in self._unsettled.values())
+    def owing(self) -> bool:
+        """Whether the daemon may keep something for this client: leases, or what was asked."""
+        return bool(self.held or self._unsettled or self._abandoned)
 
     @property
     def unacked(self) -> list[Pending]:
@@ -355,7 +363,6 @@ class Protocol:
     def _late(self, id: int, reply: wire.Reply | None) -> None:
         if id > self._last_id:
             raise ProtocolError(f"a reply to request {id}, which was never sent")
-        self.late_replies += 1
         pending = self._abandoned.pop(id, None)
         if pending is None:
             return
@@ -402,11 +409,20 @@ class Protocol:
             self.held.pop(lease, None)
         self.events.append(reply)
         self._restoring = {}
-        for token in self.sessions.values():
-            self._restore(wire.ResumeSession(self.next_id(), token))
-        for layout in self.layouts.values():
-            self._restore(wire.RegisterLayout(self.next_id(), layout))
+        self._to_restore = deque(
+            wire.ResumeSession(self.next_id(), token) for token in self.sessions.values()
+        )
+        self._to_restore.extend(
+            wire.RegisterLayout(self.next_id(), layout) for layout in self.layouts.values()
+        )
         self.phase = Phase.RESTORING
+        self._restore_more()
+
+    def _restore_more(self) -> None:
+        """Restore as much at a time as may be in flight, and repeat the rest when all is there."""
+        assert self.limits is not None
+        while self._to_restore and len(self._restoring) < self.limits.requests_in_flight:
+            self._restore(self._to_restore.popleft())
         if not self._restoring:
             self._repeat()
 
@@ -417,17 +433,12 @@ class Protocol:
         self.urgent = True
 
     def _restored(self, reply: wire.Reply) -> None:
-        request = self._restoring[reply.id]
-        if isinstance(reply, wire.Error):
-            error = from_code(reply.code, reply.message)
-            if isinstance(error, ShuttingDown):
-                self.leaving = True
-                return
-            if isinstance(request, wire.ResumeSession):
-                self.lost_sessions |= {s for s, t in self.sessions.items() if t == request.token}
-        del self._restoring[reply.id]
-        if not self._restoring and self.phase is Phase.RESTORING:
-            self._repeat()
+        if isinstance(reply, wire.Error) and reply.code == ShuttingDown.code:
+            self.leaving = True
+            return
+        del self._restoring[reply.id]  # what is not there any more is told to who asks for it
+        if self.phase is Phase.RESTORING:
+            self._restore_more()
 
     def _repeat(self) -> None:
         self.phase = Phase.READY
@@ -449,7 +460,12 @@ class Protocol:
         number = self._oneway + 1
         if pending.number:
             request = msgspec.structs.replace(request, oneway=number)
-        body = self._encoder.encode(request)
+        try:
+            body = self._encoder.encode(request)
+        except (TypeError, ValueError, OverflowError) as problem:
+            raise InvalidArgument(
+                f"{type(request).__name__} has a value that cannot be sent: {problem}"
+            ) from None
         if limits is not None and len(body) > limits.frame_bytes:
             raise InvalidArgument(
                 f"{type(request).__name__} needs a frame of {len(body)} bytes; the daemon accepts "

@@ -179,6 +179,8 @@ def copier(records: Records, n: int, block_bytes: int, writable: bool) -> Copier
     if hasattr(records, "data_ptr"):
         if _is_cuda(records):
             return _cuda([records] if n == 1 else list(records), n, block_bytes)
+        if not records.is_contiguous():
+            return _from_sequence(list(records), n, block_bytes, writable)
         return _from_array(_tensor_array(records), n, block_bytes, writable, records)
     if isinstance(records, Sequence) and not isinstance(records, bytes | bytearray | memoryview):
         return _from_sequence(records, n, block_bytes, writable)

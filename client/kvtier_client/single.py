@@ -114,10 +114,7 @@ def write_one(single: Single, valid: int, retention: int, ack: bool) -> Pending 
         offset = lease.offsets.item(index)
         np.copyto(lease.arena.bytes[offset : offset + block_bytes], single.row)
         with core.lock:
-            lease.named_blocks += 1
-            lease.unsettled += 1
             core.stats.requests += 1
-            core.stats.swapped_out_bytes += block_bytes
             request = wire.Commit(
                 protocol.next_id(), lease.id, single.session.id, single.node,
                 index.to_bytes(4, "little"), single.page.to_bytes(4, "little"),
@@ -125,7 +122,11 @@ def write_one(single: Single, valid: int, retention: int, ack: bool) -> Pending 
             )  # fmt: skip
             core.before(request)
             lazily = not ack and not core.stats.pressure
-            return protocol.submit(request, lease, oneway=not ack, lazily=lazily)
+            pending = protocol.submit(request, lease, oneway=not ack, lazily=lazily)
+            lease.named_blocks += 1
+            lease.unsettled += 1
+            core.stats.swapped_out_bytes += block_bytes
+            return pending
     finally:
         with core.lock:
             pool.leave(core, lease)

@@ -4,7 +4,6 @@ While one window is copied the next one is already asked for. No window is waite
 another is held uncommitted, so two half-finished copies can never wait for each other.
 """
 
-import itertools
 from typing import Any, Final
 
 import numpy as np
@@ -20,14 +19,8 @@ from kvtier_client.errors import (
 )
 from kvtier_client.integrity import checksums, mismatches, refuse
 from kvtier_client.leases import Lease, RegisteredLayout
-from kvtier_client.ops import (
-    LayoutRef,
-    SessionCore,
-    neighbours,
-    page_numbers,
-    reserve,
-    session_layout,
-)
+from kvtier_client.ops import LayoutRef, SessionCore, reserve, session_layout
+from kvtier_client.pages import neighbours, page_numbers, page_runs
 from kvtier_client.pool import SlotPool
 from kvtier_client.protocol import Pending
 from kvtier_client.records import Copier, Records, copier
@@ -126,12 +119,14 @@ class OutJob:
                 pages = np.frombuffer(pages, "<u4")[order].tobytes()
                 valid = np.frombuffer(valid, "<u4")[order].tobytes()
             index, sums = places.tobytes(), checksums(lease, places)
-        lease.named_blocks += count
         names = (lease.id, self.session.id, self.node, index, pages, valid)
         fields = (*names, self.retention, 0, sums)
         if self.ack:
-            return core.send(wire.Commit, *fields, lease=lease)
-        return core.send_oneway(wire.Commit, *fields, lease=lease, lazily=lazily)
+            pending = core.send(wire.Commit, *fields, lease=lease)
+        else:
+            pending = core.send_oneway(wire.Commit, *fields, lease=lease, lazily=lazily)
+        lease.named_blocks += count
+        return pending
 
     def copy(self, lease: Lease, first: int, i: int, j: int) -> Op[None]:
         """Copy blocks `i..j` into slots `first..` of a lease."""
@@ -381,20 +376,6 @@ def swap_in(
         i += count
     core.stats.swapped_in_bytes += n * known.block_bytes
     return job.valid
-
-
-def page_runs(pages: Any) -> list[tuple[int, int]]:
-    """Runs of neighbours among pages: the first of each and how many."""
-    run = neighbours(pages)
-    if run is not None:
-        return [run]
-    n, packed = page_numbers(pages)
-    if n == 0:
-        return []
-    numbers = np.frombuffer(packed, "<u4")
-    starts = np.flatnonzero(np.diff(numbers.astype(np.int64)) != 1) + 1
-    bounds = [0, *starts.tolist(), n]
-    return [(int(numbers[i]), j - i) for i, j in itertools.pairwise(bounds)]
 
 
 def _in_run(job: InJob, i: int, first: int, count: int) -> Op[None]:

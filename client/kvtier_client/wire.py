@@ -311,11 +311,18 @@ class Remove(Request, frozen=True, tag="remove"):
     keys: KEYS
 
 
+class Goodbye(Request, frozen=True, tag="goodbye"):
+    """The client closes: its requests that wait are dropped, and its leases end but those of
+    `keep`, whose copies still run."""
+
+    keep: U64 = b""
+
+
 ClientRequest = (
     Hello | RegisterLayout | OpenSession | ResumeSession | CloseSession | Describe | Fork | Prune
     | SetRetention | Fold | Unfold | SetPriority | PutBlob | GetBlob | Reserve | Commit | Abort
     | Acquire | Renew | Release | Prefetch | Cancel | Lookup | ReserveKeys | CommitKeys
-    | AcquireKeys | Hold | Unhold | Remove
+    | AcquireKeys | Hold | Unhold | Remove | Goodbye
 )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
-"""The thread that writes the catalog: group commit, in order, for an event loop that never waits.
+"""The thread that writes the catalog, in order, for an event loop that never waits.
 
-Everything that is queued when the thread comes round becomes one transaction. When that fails,
-each batch is tried alone, so that one batch's trouble is not another's. Reads go through the same
-queue: what was submitted before a read is seen by it.
+A batch is one transaction. Reads go through the same queue: what was submitted before a read is
+seen by it.
 """
 
 import contextlib
@@ -102,7 +101,8 @@ class CatalogWriter:
 
     def _put(self, item: _Batch | _Read, ops: int) -> None:
         with self._changed:
-            if self._closing or self._queued_ops + ops > self._queue_ops:
+            full = self._queued_ops and self._queued_ops + ops > self._queue_ops
+            if self._closing or full:  # alone, a batch may be larger than the whole queue
                 raise CatalogBusy(
                     f"cannot queue {ops} changes for {self._catalog.path}",
                     "it is closing" if self._closing else f"{self._queued_ops} wait already",
@@ -134,25 +134,12 @@ class CatalogWriter:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             items, self._queue = self._queue, deque()
-        group: list[_Batch] = []
         for item in items:
             if isinstance(item, _Batch):
-                group.append(item)
-                continue
-            self._commit(group)
-            group = []
-            self._read(item)
-        self._commit(group)
+                self._finish(len(item.ops), item.done, self._apply(item.ops))
+            else:
+                self._read(item)
         return bool(items)
-
-    def _commit(self, group: list[_Batch]) -> None:
-        if not group:
-            return
-        error = self._apply([op for batch in group for op in batch.ops])
-        for batch in group:
-            # Alone, a batch may succeed where the group has failed.
-            failed = error if error is None or len(group) == 1 else self._apply(batch.ops)
-            self._finish(len(batch.ops), batch.done, failed)
 
     def _apply(self, ops: Sequence[Op]) -> CatalogError | None:
         self._begun_s = time.monotonic()

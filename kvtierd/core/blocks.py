@@ -47,17 +47,18 @@ _USE: Final = np.dtype(
         ("flags", np.uint8),
         ("priority", np.uint8),
         ("readers", np.uint16),  # leases that read the DRAM copy
-        ("pins", np.uint16),  # holds and lookup leases: may not be dropped
-        ("unused", np.uint16),
+        ("pins", np.uint32),  # holds and lookup leases: may not be dropped
     ]
 )
 _NAME_PACKED: Final = struct.Struct("<QQQQIiIIIxxxx")
-_USE_PACKED: Final = struct.Struct("<BBHHxx")
+_USE_PACKED: Final = struct.Struct("<BBHI")
 _READ: Final = struct.Struct("<16xQ20xII4x")  # checksum, valid, touch
 _TOUCH: Final = struct.Struct("<I")
 _TOUCH_AT: Final = struct.calcsize("<QQQQIiII")  # behind the columns before it
 assert (_NAME_PACKED.size, _READ.size) == (_NAME.itemsize, _NAME.itemsize)
-U_KEPT: Final = np.uint64(F_HELD | 0xFFFF << 32)
+READERS_END: Final = 0xFFFF
+"""A row with so many readers takes no more."""
+U_KEPT: Final = np.uint64(F_HELD | 0xFFFFFFFF << 32)
 """Bits of `BlockTable.use`: HELD or pinned."""
 U_BUSY: Final = np.uint64(F_MOVING | F_FILLING | F_VERIFYING | 0xFFFF << 16)
 """Bits of `BlockTable.use`: being copied, verified or read."""
@@ -116,7 +117,7 @@ class BlockTable:
     flags: NDArray[np.uint8]
     priority: NDArray[np.uint8]
     readers: NDArray[np.uint16]
-    pins: NDArray[np.uint16]
+    pins: NDArray[np.uint32]
     owner0: NDArray[np.uint64]
     owner1: NDArray[np.uint64]
     checksum: NDArray[np.uint64]

@@ -76,10 +76,10 @@ class Commits:
         slots, index = self.take(lease, req.index, valid)
         checksums = self.checksums(req.checksums, len(pages))
         first, last, kept = pages.item(0), pages.item(-1), req.retention == HELD
-        if first < run.start or last >= run.start + run.length + PAGE_GAP_MAX:
+        if first < run.start or last >= self._pages_end(lease.pool, run):
             raise InvalidArgument(
-                f"pages {first}..{last} are outside what node {node.id} can have "
-                f"(from {run.start}, at most {PAGE_GAP_MAX} past its last)"
+                f"pages {first}..{last} are outside what node {node.id} can have (from "
+                f"{run.start}, at most {PAGE_GAP_MAX} past its last, below {lease.pool.pages_max})"
             )
         if first >= run.start + run.length and not np.count_nonzero(slots < 0):
             run.reach(last + 1)
@@ -92,6 +92,11 @@ class Commits:
         if not lease.left:
             self.writes.end_if_done(lease)
         return Done(req.id, self.world.boot, peer.acked, len(pages))
+
+    @staticmethod
+    def _pages_end(pool: Pool, run: Run) -> int:
+        """Before which page a block may be named."""
+        return min(run.start + run.length + PAGE_GAP_MAX, pool.pages_max)
 
     def _merge(
         self,
@@ -166,7 +171,7 @@ class Commits:
             return False
         run = node.runs[node.session.part_of(pool)]
         place = page - run.start
-        if not 0 <= place < run.length + PAGE_GAP_MAX:
+        if place < 0 or page >= self._pages_end(pool, run):
             return False
         if place >= run.length:
             run.reach(page + 1)

@@ -155,8 +155,7 @@ class Copies:
             self._free_rows(pool, gone, gone)
         lost = lost[table.dram[lost] != NONE]
         if len(lost):
-            pool.tenant.arena.free(pool.dram, table.dram[lost], READY)
-            table.dram[lost] = NONE
+            self.leave_dram(pool, lost)
 
     def unpin(self, pool: Pool, rows: Rows) -> None:
         """Undo one `World.pin`; lost blocks that nobody holds any more are forgotten."""
@@ -186,22 +185,22 @@ class Copies:
         return n
 
     def demoted(self, batch: int, status: NDArray[np.uint8], checksums: NDArray[np.uint64]) -> None:
-        """Blocks of a `Demote` were written (status OK) or not."""
+        """Blocks of a `Demote` were written or not (MISMATCH: they were changed in DRAM since they
+        were committed or fetched, and were written so that a restart finds their loss)."""
         world, table = self.world, self.world.table
         done = world.batches.pop(batch)
         pool, rows, slots = done.pool, done.rows, done.slots
         table.flags[rows] &= ~np.uint8(F_MOVING)
         pool.moving -= len(rows)
-        ok = status == OK
+        ok = (status == OK) | (status == MISMATCH)
+        changed = status[ok] == MISMATCH
         pool.tenant.spill_fails = bool((status == IO_ERROR).any())
         if not ok.all():
             self.clear(pool, slots[~ok], FILLING)
-            changed = status == MISMATCH  # in DRAM, since they were committed or fetched
             if pool.tenant.spill_fails:
                 world.counters["io_errors"] += int(np.count_nonzero(status == IO_ERROR))
                 pool.tenant.spill_retry_s = world.now_s + 1.0
-            self._settle(pool, rows[~ok & ~changed])
-            self.lose(pool, self._settle(pool, rows[changed]))
+            self._settle(pool, rows[~ok])
             rows, slots, checksums = rows[ok], slots[ok], checksums[ok]
         if not len(rows):
             return
@@ -212,7 +211,8 @@ class Copies:
         pool.clean += len(rows)
         world.counters["spilled_blocks"] += len(rows)
         world.counters["spilled_bytes"] += len(rows) * pool.layout.block_bytes
-        rows = self._settle(pool, rows)
+        self.lose(pool, self._settle(pool, rows[changed]))
+        rows = self._settle(pool, rows[~changed])
         unread = rows[table.readers[rows] == 0]
         if len(unread):
             self.leave_dram(pool, unread)
@@ -282,7 +282,7 @@ class Copies:
         world, table = self.world, self.world.table
         flags = table.flags[rows]
         # a copy that is being promoted is judged by that
-        mine = ((flags & (F_DOOMED | F_FILLING)) == 0) & (table.nvme[rows] == slots)
+        mine = ((flags & (F_DOOMED | F_FILLING | F_LOST)) == 0) & (table.nvme[rows] == slots)
         in_dram = table.dram[rows] != NONE
         again = rows[mine & (status != OK) & (status != CANCELLED) & in_dram]
         if len(again):
@@ -293,15 +293,15 @@ class Copies:
         return world.counters["lost_blocks"] - before
 
     def lose(self, pool: Pool, rows: Rows) -> None:
-        """No copy of rows is good: those that are kept become LOST, the others go."""
+        """No copy of rows is good: those that are kept become LOST, the others go.
+
+        A LOST one keeps its NVMe slot for as long as it is named: a restart finds it there, and
+        that it is lost, instead of forgetting both.
+        """
         if not len(rows):
             return
         world, table = self.world, self.world.table
         world.counters["checksum_mismatches"] += len(rows)
-        nvme = table.nvme[rows]
-        if (nvme != NONE).any():
-            self.clear(pool, nvme[nvme != NONE])
-            table.nvme[rows] = NONE
         doomed = (table.flags[rows] & F_DOOMED) != 0
         named = rows[~doomed]
         kept = table.kept(named)

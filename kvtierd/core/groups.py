@@ -10,7 +10,7 @@ from typing import Final
 from kvtier_client import wire
 from kvtier_client.errors import InvalidArgument, NotOwner, QuotaExceeded
 from kvtierd.core.actions import HangUp, RecordMember
-from kvtierd.core.leases import MEMBERS_MAX, Group, Member, Peer, owner_of
+from kvtierd.core.leases import MEMBERS_MAX, Group, Member, Peer, owner_of, unpack_u64
 from kvtierd.core.reads import Reads
 from kvtierd.core.reclaim import Reclaim
 from kvtierd.core.tenant import Tenant
@@ -78,7 +78,22 @@ class Groups:
         group = peer.group
         group.peers.discard(peer)
         group.idle_since_s = self.world.now_s
-        tenant = group.tenant
+        self._drop_waiting(peer)
+
+    def goodbye(self, peer: Peer, req: wire.Goodbye) -> wire.Done:
+        """A client closes: it is granted nothing more, and its leases end but those it names."""
+        kept = set(unpack_u64(req.keep).tolist())
+        self._drop_waiting(peer)
+        member = peer.member.index
+        leases = [x for x in peer.group.leases.values() if owner_of(x.id) == member]
+        ended = [lease for lease in leases if lease.id not in kept]
+        for lease in ended:
+            self.reclaim.end(lease)
+        return wire.Done(req.id, self.world.boot, peer.acked, len(ended))
+
+    def _drop_waiting(self, peer: Peer) -> None:
+        """What a connection has asked for and waits for is not granted any more."""
+        tenant = peer.group.tenant
         for queue in (tenant.waiting, tenant.loading):
             for ticket in [t for t in queue if t.peer is peer]:
                 queue.remove(ticket)

@@ -25,7 +25,7 @@ from kvtierd.core.commits import Commits
 from kvtierd.core.copies import Copies
 from kvtierd.core.leases import Kind, Lease, Peer, Ticket, pack_u32, unpack_u32
 from kvtierd.core.tenant import Pool
-from kvtierd.core.tree import session_of
+from kvtierd.core.tree import PARTS_MAX, session_of
 from kvtierd.core.world import World
 from kvtierd.core.writes import Writes
 
@@ -42,8 +42,8 @@ class Keyed:
         if lease is not None and lease.kind is Kind.WRITE:
             return self.writes.granted(peer, req.id, lease)
         pool = self.writes.pool(peer, req.layout)
-        check_distinct(req.keys)
         rows = self.find(pool, req.keys)
+        check_distinct(req.keys)
         missing = np.flatnonzero(rows == NONE)
         self.writes.check_reserve(pool, len(missing), 1)
         self.writes.new_lease_id(peer, req.lease)
@@ -120,6 +120,9 @@ class Keyed:
         _, first = np.unique(old[lost], return_index=True)
         lost = lost[first]
         into, new = old[lost], rows[lost]
+        if len(into):
+            self.copies.clear(pool, table.nvme[into])
+            table.nvme[into] = NONE
         for column in (table.checksum, table.seq, table.dram, table.page, table.valid, table.touch):
             column[into] = column[new]
         table.flags[into] &= ~np.uint8(F_LOST)
@@ -148,11 +151,11 @@ class Keyed:
     def lookup(self, peer: Peer, req: Lookup) -> Hits:
         """Leading hits per layout; with a lease, of one layout, they stay until its release."""
         world = self.world
+        if len(req.layouts) > PARTS_MAX or (req.lease and len(req.layouts) != 1):
+            raise InvalidArgument(
+                f"a lookup asks for at most {PARTS_MAX} layouts, with a lease for one"
+            )
         pools = [self.writes.pool(peer, fingerprint) for fingerprint in req.layouts]
-        if req.lease and len(pools) != 1:
-            raise InvalidArgument("a lookup with a lease asks for one layout")
-        if req.lease:
-            check_distinct(req.keys)
         if req.lease and self._pinned(peer, req.lease) is not None:
             lease = peer.group.leases[peer.member.index << 32 | req.lease]
             return Hits(req.id, world.boot, peer.acked, [len(lease.rows)], lease.id)
@@ -164,6 +167,7 @@ class Keyed:
             hits.append(len(rows))
         lease_id = 0
         if req.lease:
+            check_distinct(req.keys)
             rows = self._pinnable(pools[0], rows)
             hits = [len(rows)]
         if req.lease and len(rows):

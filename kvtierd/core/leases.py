@@ -122,15 +122,21 @@ class Lease(msgspec.Struct, eq=False):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One connection as the core sees it; `send` is the server's own."""
+    """One connection as the core sees it; `conn` is the server's own."""
 
     conn: object
     group: Group
     member: Member
     boot: int
-    acked: int = 0
+    handled: int = 0  # the highest number of a one-way request so far
+    unstored: list[int] = field(default_factory=list)  # of those that the catalog does not have
     tickets: dict[int, "Ticket"] = field(default_factory=dict)  # prefetch tickets
     open: bool = True
+
+    @property
+    def acked(self) -> int:
+        """Up to which number one-way requests were carried out, and survive this daemon."""
+        return min(self.handled, *self.unstored) - 1 if self.unstored else self.handled
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +168,13 @@ def unpack_u32(packed: bytes) -> NDArray[np.int64]:
     if len(packed) % 4:
         raise InvalidArgument(f"u32 values have 4 bytes each; {len(packed)} bytes do not fit")
     return np.frombuffer(packed, "<u4").astype(np.int64)
+
+
+def unpack_u64(packed: bytes) -> NDArray[np.uint64]:
+    """Packed u64 values. Errors: InvalidArgument when the length does not fit."""
+    if len(packed) % 8:
+        raise InvalidArgument(f"u64 values have 8 bytes each; {len(packed)} bytes do not fit")
+    return np.frombuffer(packed, "<u8")
 
 
 def unpack_places(packed: bytes) -> Places:

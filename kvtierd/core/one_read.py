@@ -7,7 +7,7 @@ is not plain is left to `reads.py`.
 import numpy as np
 
 from kvtier_client.wire import Acquire, Granted
-from kvtierd.core.blocks import F_DOOMED, F_FILLING, F_LOST, NONE
+from kvtierd.core.blocks import F_DOOMED, F_FILLING, F_LOST, NONE, READERS_END
 from kvtierd.core.leases import Kind, Lease, Peer
 from kvtierd.core.slabs import NO_OWNER, READERS_MAX
 from kvtierd.core.tenant import Pool
@@ -38,7 +38,7 @@ def acquire_one(
         return None
     table = world.table
     use = table.use_of(row)
-    if use.dram == NONE or use.flags & _NOT_READABLE:
+    if use.dram == NONE or use.flags & _NOT_READABLE or use.readers == READERS_END:
         return None
     world.wait_s(req.wait_s)
     ttl_s = world.ttl_s(req.ttl_s)

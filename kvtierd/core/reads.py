@@ -14,6 +14,7 @@ from kvtier_client.errors import (
     InvalidArgument,
     KvtierError,
     LayoutMismatch,
+    QuotaExceeded,
     Timeout,
     UnknownBranch,
     UnknownSession,
@@ -29,7 +30,7 @@ from kvtier_client.wire import (
     Release,
 )  # fmt: skip
 from kvtierd.core.actions import Hurry, Send
-from kvtierd.core.blocks import F_FILLING, F_LOST, NONE, Rows, span
+from kvtierd.core.blocks import F_FILLING, F_LOST, NONE, READERS_END, Rows, span
 from kvtierd.core.copies import Copies
 from kvtierd.core.evict import Evictor
 from kvtierd.core.keyed import Keyed, check_distinct, leading
@@ -78,8 +79,8 @@ class Reads:
         if held is not None:
             return held
         pool = self.writes.pool(peer, req.layout)
-        check_distinct(req.keys)
         rows = self.keyed.find(pool, req.keys)
+        check_distinct(req.keys)
         rows = rows[: leading(rows != NONE)]
         if not len(rows):
             return Granted(req.id, self.world.boot, peer.acked, 0, 0.0, b"")
@@ -146,6 +147,7 @@ class Reads:
 
     def advance(self, ticket: Ticket) -> bool:
         """Go on with a ticket that waits for room: True when all of its window is in DRAM.
+        Errors: QuotaExceeded.
 
         Sets `loading` and counts its readers once slots for a leading window were found.
         """
@@ -153,6 +155,8 @@ class Reads:
         at = span(rows)
         absent = table.dram[at] == NONE
         if not ticket.prefetch:
+            if np.count_nonzero(table.readers[at] == READERS_END):
+                raise QuotaExceeded(f"{READERS_END} requests read one of these blocks already")
             self._hurry(ticket)
         if np.count_nonzero(absent):
             window = self._find_slots(ticket, absent)

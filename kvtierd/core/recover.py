@@ -158,6 +158,7 @@ class Recovery:
         page, start = table.page[rows].astype(np.int64), places["start"]
         fits = (page >= start[which]) & (page < places["end"][which])
         fits &= table.seq[rows] >= places["since"][which]
+        fits &= page < pool.pages_max
         if not fits.all():
             self._discard(pool, rows[~fits])
             rows, which, page = rows[fits], which[fits], page[fits]
@@ -201,10 +202,7 @@ class Recovery:
         table.flags[rows] = held * np.uint8(F_HELD) + lost * np.uint8(F_LOST)
         table.node[rows] = places["index"][which]
         table.priority[rows] = places["priority"][which]
-        if lost.any():
-            self._clear(pool, table.nvme[rows[lost]])
-            table.nvme[rows[lost]] = NONE
-            self.outcome.lost += int(lost.sum())
+        self.outcome.lost += int(lost.sum())
         self._count(pool, rows)
 
     def _fill_runs(

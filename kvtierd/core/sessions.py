@@ -53,6 +53,8 @@ from kvtierd.core.retention import fold_infos
 from kvtierd.core.slabs import SlabPool
 from kvtierd.core.tenant import SLOT_ALIGN, Pool, Tenant
 from kvtierd.core.tree import (
+    PARTS_MAX,
+    TOKENS_MAX,
     Node,
     PartRows,
     Run,
@@ -156,17 +158,13 @@ class Sessions:
         elif [pool.fingerprint for pool in session.pools] != req.layouts:
             if not session.found_in_headers:
                 raise LayoutMismatch("the token's session was opened with other layouts")
-            self._adopt_layouts(session, req.layouts)
+            self._adopt_layouts(session, self._pools(peer, req.layouts))
         self._attach(peer, session)
         return self._reply(peer, req.id, session, created)
 
     def _create(self, peer: Peer, req: OpenSession, hashed: bytes) -> Session:
         tenant, limits = peer.group.tenant, self.world.limits
-        pools = [self.writes.pool(peer, fingerprint) for fingerprint in req.layouts]
-        if not pools or len(set(req.layouts)) != len(pools) or len(pools) > 256:
-            raise InvalidArgument("a session has 1..256 distinct layouts")
-        if len({pool.layout.block_tokens for pool in pools}) != 1:
-            raise LayoutMismatch("all layouts of a session have the same block_tokens")
+        pools = self._pools(peer, req.layouts)
         if len(tenant.sessions) >= limits.sessions_per_tenant:
             raise QuotaExceeded(
                 f"tenant {tenant.name} has {len(tenant.sessions)} sessions "
@@ -182,6 +180,15 @@ class Sessions:
         self.world.actions += [SaveSession(session), SaveNodes([root])]
         return session
 
+    def _pools(self, peer: Peer, fingerprints: list[bytes]) -> list[Pool]:
+        """The parts of a session with these layouts. Errors: InvalidArgument, LayoutMismatch."""
+        if not 0 < len(set(fingerprints)) == len(fingerprints) <= PARTS_MAX:
+            raise InvalidArgument(f"a session has 1..{PARTS_MAX} distinct layouts")
+        pools = [self.writes.pool(peer, fingerprint) for fingerprint in fingerprints]
+        if len({pool.layout.block_tokens for pool in pools}) != 1:
+            raise LayoutMismatch("all layouts of a session have the same block_tokens")
+        return pools
+
     def add_session(self, tenant: Tenant, hashed: bytes, pools: list[Pool], name: str) -> Session:
         """Put a session without nodes into the tenant."""
         sid = int.from_bytes(hashed[:8], "little")
@@ -192,16 +199,16 @@ class Sessions:
         self.world.tombstones.pop((tenant, hashed), None)
         return session
 
-    def _adopt_layouts(self, session: Session, fingerprints: list[bytes]) -> None:
+    @staticmethod
+    def _adopt_layouts(session: Session, pools: list[Pool]) -> None:
         """Give a session that only its headers remembered the parts its client says it has."""
-        pools = [session.tenant.pools.get(fingerprint) for fingerprint in fingerprints]
-        if None in pools or not set(session.pools) <= set(pools):
+        if not set(session.pools) <= set(pools):
             raise LayoutMismatch("blocks of this session are stored in layouts it does not name")
         for node in session.nodes.values():
             runs = dict(zip(session.pools, node.runs, strict=True))
             start = node.runs[0].start
-            node.runs = [runs.get(pool) or Run(start) for pool in pools if pool is not None]
-        session.pools = [pool for pool in pools if pool is not None]
+            node.runs = [runs.get(pool) or Run(start) for pool in pools]
+        session.pools = pools
 
     def add_node(
         self, session: Session, node: int, parent: Node | None, fork_tokens: int, retention: int
@@ -321,7 +328,7 @@ class Sessions:
             return done
         if known is not None or req.node in session.pruned or not 0 < req.node < NO_NODE:
             raise InvalidArgument(f"node id {req.node} was used before or is not 1..2^32-2")
-        if not parent.fork_tokens <= req.fork_tokens <= 0x7FFFFFFF:
+        if not parent.fork_tokens <= req.fork_tokens < TOKENS_MAX:
             raise InvalidArgument(
                 f"fork at token {req.fork_tokens} is before node {parent.id}'s own start "
                 f"{parent.fork_tokens}"

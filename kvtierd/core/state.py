@@ -49,7 +49,7 @@ ERROR_TEXT_MAX = 1000
 """Characters of an error's message on the wire."""
 MAKES_ROOM = frozenset({
     wire.CloseSession, wire.Prune, wire.SetRetention, wire.Fold, wire.Commit, wire.CommitKeys,
-    wire.Abort, wire.Release, wire.Cancel, wire.Unhold, wire.Remove,
+    wire.Abort, wire.Release, wire.Cancel, wire.Unhold, wire.Remove, wire.Goodbye,
 })  # fmt: skip
 """Requests after which those that wait are tried again; else they are when a move ends, and at
 every tick."""
@@ -103,6 +103,7 @@ class State:
             wire.Hold: self.keyed.hold,
             wire.Unhold: self.keyed.unhold,
             wire.Remove: self.keyed.remove,
+            wire.Goodbye: self.groups.goodbye,
         }
 
     # ------------------------------------------------------------ requests
@@ -123,19 +124,26 @@ class State:
                 self._queue(result)
                 result = None
         except KvtierError as error:
-            result = self.error(peer, req.id, error)
-            if oneway:
-                world.actions.append(
-                    Send(peer, wire.Failed(req.id, world.boot, peer.acked, error.code, str(error)))
-                )
+            result = self.refuse(peer, req, error)
         if type(req) in MAKES_ROOM:
             tenant = peer.group.tenant
             if tenant.waiting or tenant.loading:
                 self.pump(tenant)
-        if oneway:
-            peer.acked = max(peer.acked, oneway)
+        if oneway > 0:
+            peer.handled = max(peer.handled, oneway)
             return None
         return result  # type: ignore[no-any-return]
+
+    def refuse(self, peer: Peer, req: wire.Request, error: KvtierError) -> wire.Error | None:
+        """A request has failed: the reply; of a one-way request a push says so, and ends it."""
+        oneway: int = getattr(req, "oneway", 0)
+        if oneway <= 0:
+            return self.error(peer, req.id, error)
+        text = str(error)[:ERROR_TEXT_MAX]
+        push = wire.Failed(req.id, self.world.boot, peer.acked, error.code, text)
+        self.world.actions.append(Send(peer, push))
+        peer.handled = max(peer.handled, oneway)
+        return None
 
     def error(self, peer: Peer, request_id: int, error: KvtierError) -> wire.Error:
         """An error as a reply."""

@@ -18,7 +18,7 @@ from typing import Final
 from kvtier_client.wire import Layout
 from kvtierd.core.leases import Group, Lease, Member, Ticket
 from kvtierd.core.slabs import QUARANTINED, WRITING, Quota, SlabPool, Slabs
-from kvtierd.core.tree import Session
+from kvtierd.core.tree import TOKENS_MAX, Session
 from kvtierd.core.waiting import Waiting
 
 SLOT_ALIGN: Final = 4096
@@ -40,6 +40,7 @@ class Pool:
         self.layout1 = int.from_bytes(self.fingerprint[8:], "little")
         dram.spare, nvme.spare = self._spare_dram, self._spare_nvme
         self.slot_bytes = dram.slot_bytes
+        self.pages_max = TOKENS_MAX // layout.block_tokens  # of a branch
         self.held = 0  # rows that may not be dropped: HELD or pinned
         self.clean = 0  # rows readable in DRAM that have an NVMe copy too
         self.promised = 0  # blocks promised to leases beyond their slots

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvtierd.core.leases import Group, Peer
     from kvtierd.core.tenant import Pool, Tenant
 
+PARTS_MAX: Final = 256
+"""Layouts of a session, and of a look-up."""
+TOKENS_MAX: Final = 1 << 31
+"""Tokens of a branch; their number has 32 bits in tables."""
 PAGE_GAP_MAX: Final = 4096
 """How far past a node's last page a block may be named: bounds what one block can allocate."""
 

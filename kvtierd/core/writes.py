@@ -56,15 +56,18 @@ class Writes:
         return pool
 
     def new_lease_id(self, peer: Peer, counter: int) -> int:
-        """The full id for a client's counter."""
+        """The full id for a client's counter. Errors: InvalidArgument, QuotaExceeded."""
         if not 0 < counter <= 0xFFFFFFFF:
             raise InvalidArgument(f"lease counter {counter} is outside 1..2^32-1")
         if peer.member.index << 32 | counter in peer.group.leases:
             raise InvalidArgument(f"lease counter {counter} is in use for something else")
-        limit = self.world.limits.leases_per_group
-        if len(peer.group.leases) >= limit:
-            raise QuotaExceeded(f"the group holds {limit} leases (limits.leases_per_group)")
+        if len(peer.group.leases) >= self.world.limits.leases_per_group:
+            raise self._too_many()
         return peer.member.index << 32 | counter
+
+    def _too_many(self) -> QuotaExceeded:
+        limit = self.world.limits.leases_per_group
+        return QuotaExceeded(f"the group holds {limit} leases (limits.leases_per_group)")
 
     def reserve(self, peer: Peer, req: Reserve) -> Granted | Ticket:
         """Grant slots at once, or return the ticket of a request that may wait."""
@@ -75,7 +78,9 @@ class Writes:
         self.new_lease_id(peer, req.lease)
         wait_s = self.world.wait_s(req.wait_s)
         ttl_s = self.world.ttl_s(req.ttl_s)
-        if not req.ahead and not req.draw and req.blocks > 0 and pool.take_slack(req.blocks):
+        plain = not req.ahead and not req.draw
+        plain = plain and 0 < req.blocks <= self.world.limits.blocks_per_request
+        if plain and pool.take_slack(req.blocks):
             lease = self._allocate(peer, pool, req.lease, req.blocks, ttl_s)
             return Granted(req.id, self.world.boot, peer.acked, lease.id, ttl_s, lease.offsets)
         self.check_reserve(pool, req.blocks, req.ahead)
@@ -188,15 +193,17 @@ class Writes:
         lease = self.try_reserve(peer, ticket.pool, req, req.blocks, drawn, patient=True)
         return None if lease is None else self.granted(peer, req.id, lease)
 
-    def taken(self, ticket: Ticket) -> Granted | InvalidArgument | None:
-        """What a request gets whose lease was made while it waited, by a repeat of it."""
+    def taken(self, ticket: Ticket) -> Granted | InvalidArgument | QuotaExceeded | None:
+        """What a request gets whose lease was made while it waited, by a repeat of it, or that can
+        have none any more."""
         req = ticket.request
         if isinstance(req, Prefetch):
             return None
         assert isinstance(req, Reserve | ReserveKeys | Acquire | AcquireKeys)
         lease = ticket.peer.group.leases.get(ticket.peer.member.index << 32 | req.lease)
         if lease is None:
-            return None
+            full = len(ticket.peer.group.leases) >= self.world.limits.leases_per_group
+            return self._too_many() if full else None
         if lease.kind is (Kind.WRITE if isinstance(req, Reserve | ReserveKeys) else Kind.READ):
             return self.granted(ticket.peer, req.id, lease)
         return InvalidArgument(f"lease counter {req.lease} is in use for something else")

@@ -171,7 +171,14 @@ def check_socket_place(path: str, *, live: bool = False) -> None:
     try:
         found = os.lstat(path)
     except FileNotFoundError:
-        return
+        parent = os.path.dirname(path)
+        if os.access(parent, os.W_OK | os.X_OK):
+            return
+        raise StartError(
+            asked,
+            f"{parent} is not there, or uid {os.geteuid()} may not write to it",
+            "make it, or choose another place",
+        ) from None
     except OSError as error:
         raise StartError(asked, str(error.strerror), "choose another place for it") from error
     if not stat.S_ISSOCK(found.st_mode):

@@ -43,8 +43,8 @@ class Status(IntEnum):
     """Read: the medium gave an error or ended; the buffer's content means nothing."""
     MISMATCH = 6
     """The bytes have another checksum. Read: they are not those that were written; the buffer's
-    content means nothing. Write: they are not those whose checksum the body gives; nothing was
-    published."""
+    content means nothing. Write: they are not those whose checksum the body gives, which was
+    published with them all the same: whoever reads them finds that out."""
 
 
 NOBODY: Final[Flow] = (OWN_WORK, OWN_WORK)

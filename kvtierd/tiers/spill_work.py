@@ -109,9 +109,10 @@ class Running:
         self.status[blocks] = status
         self.errnos[blocks] = number or errno.EIO
 
-    def good(self, blocks: I64) -> I64:
-        """Those of the blocks that nothing has happened to."""
-        found: I64 = blocks[self.status[blocks] == Status.OK]
+    def written(self, blocks: I64) -> I64:
+        """Those of the blocks whose bytes are on the medium, be they right or not."""
+        status = self.status[blocks]
+        found: I64 = blocks[(status == Status.OK) | (status == Status.MISMATCH)]
         return found
 
 
@@ -224,7 +225,7 @@ class SpillWork:
     def _publish_parts(self, running: Running, job: WriteJob) -> list[Part]:
         return [
             Part(blocks, partial(self._publish, running, job, file, blocks), Status.UNSURE, True)
-            for file, blocks in self._by_file(job.slots, running.good(np.arange(len(job.slots))))
+            for file, blocks in self._by_file(job.slots, running.written(np.arange(len(job.slots))))
         ]
 
     def _clear_parts(self, running: Running) -> list[Part]:
@@ -250,6 +251,7 @@ class SpillWork:
             changed = (known != 0) & (known != running.checksums[blocks])
             if np.count_nonzero(changed):
                 running.status[blocks] = np.where(changed, Status.MISMATCH, Status.OK)
+                running.checksums[blocks] = np.where(changed, known, running.checksums[blocks])
             buffers = cut.buffers(first, last)
             if self._encrypt:
                 buffers = self._encrypted(running, job, cut, first, last)
@@ -366,7 +368,7 @@ class SpillWork:
         for slab, failure in self._files.settle(file.index).items():
             slabs = job.slots[blocks] // self._files.geometry.max_slots
             running.mark(blocks[slabs == slab], _write_status(failure.errno), failure.errno)
-        blocks = running.good(blocks)
+        blocks = running.written(blocks)
         slots = self._files.local(job.slots[blocks])
         bodies = job.bodies[blocks]
         if self._encrypt:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvtier_client import ahead, ops, pool, wire
+from kvtier_client import ahead, aio, pool, wire
+from kvtier_client import client as sync
 from tests.client.scripted import ScriptedDaemon
 from tests.client.shells import SHELLS, Shells
 
@@ -56,4 +57,5 @@ def client(
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A close waits until the daemon has taken everything back, however slow it is."""
-    monkeypatch.setattr(ops, "GIVE_BACK_TIMEOUT_S", 20.0)
+    for shell in (aio, sync):
+        monkeypatch.setattr(shell, "CLOSE_TIMEOUT_S", 20.0)

@@ -381,6 +381,13 @@ class ScriptedDaemon:
             raise errors.LeaseExpired("the lease has ended")
         return self._done(request)
 
+    def on_Goodbye(self, request: wire.Goodbye) -> wire.Reply:  # noqa: N802
+        kept = set(np.frombuffer(request.keep, "<u8").tolist())
+        ended = [lease for lease in self.leases if lease not in kept]
+        for lease in ended:
+            self._end(lease)
+        return self._done(request, len(ended))
+
     def on_Prefetch(self, request: wire.Prefetch) -> wire.Reply:  # noqa: N802
         return self._done(request)
 

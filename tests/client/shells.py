@@ -13,6 +13,7 @@ from kvtier_client.aio import AsyncClient, AsyncSession, AsyncTicket, Opening, _
 from kvtier_client.client import Client
 
 CALL_TIMEOUT_S = 60.0
+JOIN_S = 30.0
 SHELLS = ["sync", "asyncio", "uvloop"]
 
 
@@ -92,3 +93,25 @@ class Shells:
             client.close()
         if self._loop is not None:
             self._loop.close()
+
+
+class Caller:
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.problem: BaseException | None = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as problem:
+            self.problem = problem
+
+    def end(self) -> BaseException | None:
+        """What it raised. Errors: AssertionError when it does not end."""
+        self._thread.join(JOIN_S)
+        assert not self._thread.is_alive()
+        return self.problem

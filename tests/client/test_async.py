@@ -1,21 +1,17 @@
 """What only an event loop can do: cancel a call at any moment without losing or leaking a slot."""
 
 import asyncio
-import contextlib
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from kvtier_client import wire
 from kvtier_client.aio import AsyncClient
-from kvtier_client.errors import ArenaFull, ConnectionLost, KvtierError
-from kvtier_client.protocol import Protocol
+from kvtier_client.errors import ConnectionLost, UnknownSession
 from tests.client.scripted import ScriptedDaemon
 
 
@@ -122,40 +118,15 @@ def test_a_client_belongs_to_one_loop(daemon: ScriptedDaemon) -> None:
 
 @pytest.mark.usefixtures("patience")
 def test_slots_of_a_commit_that_fails_while_its_client_closes_are_given_back(
-    daemon: ScriptedDaemon, layout: wire.Layout, monkeypatch: pytest.MonkeyPatch
+    daemon: ScriptedDaemon, layout: wire.Layout
 ) -> None:
-    """The commit's reply comes together with the last one that `close` waits for."""
-    daemon.limits = msgspec.structs.replace(daemon.limits, blocks_per_request=2)
-    held: list[wire.Reply] = []
-
-    def fault(request: wire.Request) -> str:
-        if isinstance(request, wire.Commit):
-            daemon.leases.pop(request.lease)
-        elif isinstance(request, wire.Reserve) and daemon.seen["Reserve"] > 1:
-            daemon.free.clear()
-        return ""
-
-    def send(sock: socket.socket, reply: wire.Reply) -> None:
-        held.append(reply)
-        if isinstance(daemon.log[-1], wire.Commit):
-            return
-        last = held if isinstance(daemon.log[-1], wire.Cancel) else [held.pop()]
-        with contextlib.suppress(ConnectionError):
-            sock.sendall(b"".join(wire.frame(each, msgspec.msgpack.Encoder()) for each in last))
-        if last is held:
-            held.clear()
-
     async def scene(client: AsyncClient) -> None:
         session = await client.open_session([layout])
-        daemon.fault = fault
-        monkeypatch.setattr(daemon, "_send", send)
-        with pytest.raises(ArenaFull):
-            await session.swap_out(np.zeros((4, 4096), np.uint8), range(4), 4, wait_s=0.0)
+        await client.flush()
+        daemon.sessions.clear()
+        await session.swap_out(np.zeros((16, 4096), np.uint8), range(16), 4, ack=False)
 
-    def fail_all(protocol: Protocol, error: KvtierError) -> None:
-        unanswered.extend(type(pending.request) for pending in protocol._unsettled.values())
-
-    unanswered: list[type] = []
-    monkeypatch.setattr(Protocol, "fail_all", fail_all)
-    run(daemon.path, scene)
-    assert (daemon.seen["Commit"], daemon.seen["Abort"], unanswered) == (1, 1, [])
+    with pytest.raises(UnknownSession):
+        run(daemon.path, scene)
+    assert daemon.leases == daemon.blocks == {}
+    assert len(daemon.free) == daemon.slots

@@ -1,5 +1,6 @@
 """CUDA copies: registration in chunks with a fallback here, the copies themselves on a GPU."""
 
+import gc
 import os
 
 import numpy as np
@@ -34,6 +35,10 @@ class Runtime:
 
 @pytest.fixture
 def arena() -> Arena:
+    return new_arena()
+
+
+def new_arena() -> Arena:
     fd = os.memfd_create("arena", os.MFD_CLOEXEC)
     os.ftruncate(fd, SIZE)
     mapped = Arena(fd, b"a" * 16, SIZE)
@@ -57,6 +62,18 @@ def test_a_refused_registration_undoes_what_was_registered_and_says_so(
     assert not cuda.Registration(arena, runtime).registered
     assert runtime.registered == {}
     assert "memlock" in caplog.text
+
+
+def test_a_registration_ends_with_its_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(refuse_from=9)
+    monkeypatch.setattr(cuda, "_runtime", lambda: runtime)
+    arenas = [new_arena(), new_arena()]  # the daemon's memory was lost: another one is mapped
+    known = [cuda.registration(arena) for arena in arenas]
+    assert [cuda.registration(arena) for arena in arenas] == known
+    assert len(runtime.registered) == 2
+    last = arenas.pop().address
+    gc.collect()
+    assert last not in runtime.registered and len(runtime.registered) == 1
 
 
 @pytest.mark.gpu

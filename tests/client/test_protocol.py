@@ -180,7 +180,6 @@ def test_a_late_reply_is_dropped() -> None:
     pending = cancel(protocol)
     protocol.abandon(pending)
     hear(protocol, wire.Done(id_of(pending), 1, 0))
-    assert protocol.late_replies == 1
     with pytest.raises(ConnectionLost, match="given up"):
         pending.value(wire.Done)
 
@@ -306,7 +305,35 @@ def test_a_session_that_ended_meanwhile_does_not_stop_the_others() -> None:
     (resume,) = said(protocol)
     hear(protocol, wire.Error(resume.id, 2, 0, UnknownSession.code, "gone"))
     assert protocol.phase is Phase.READY
-    assert protocol.lost_sessions == {9}
+
+
+def test_no_more_is_restored_at_a_time_than_the_daemon_accepts() -> None:
+    protocol = connected()
+    protocol.sessions |= {session: bytes([session]) * 16 for session in range(9)}
+    protocol.layouts[LAYOUT.fingerprint()] = LAYOUT
+    pending = cancel(protocol)
+    protocol.lost()
+    greet(protocol, boot=2, limits=msgspec.structs.replace(LIMITS, requests_in_flight=4))
+    restored: list[wire.ClientRequest] = []
+    while protocol.phase is Phase.RESTORING:
+        asked = said(protocol)
+        assert 0 < len(asked) <= 4
+        restored += asked
+        hear(protocol, *(wire.Error(r.id, 2, 0, UnknownSession.code, "gone") for r in asked))
+    assert [type(r) for r in restored] == [wire.ResumeSession] * 9 + [wire.RegisterLayout]
+    assert said(protocol) == [pending.request]
+
+
+def test_requests_that_wait_for_their_turn_and_are_given_up_are_forgotten() -> None:
+    protocol = connected(msgspec.structs.replace(LIMITS, requests_in_flight=1))
+    busy = cancel(protocol)
+    for _ in range(3):
+        protocol.abandon(cancel(protocol))
+    assert len(protocol._backlog) == 0
+    last = cancel(protocol)
+    assert said(protocol) == [busy.request]
+    hear(protocol, wire.Done(id_of(busy), 1, 0))
+    assert said(protocol) == [last.request]
 
 
 def test_hello_names_the_member_and_the_leases_still_held() -> None:

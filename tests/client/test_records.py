@@ -46,6 +46,10 @@ RECORDS = {
         torch.arange(3 * BLOCK // 2, dtype=torch.float32).to(torch.bfloat16).reshape(3, -1),
         torch.zeros((3, BLOCK // 2), dtype=torch.bfloat16),
     ),
+    "every second row of a tensor": (
+        torch.arange(6 * BLOCK // 4, dtype=torch.int32).reshape(6, -1)[::2],
+        torch.zeros((6, BLOCK // 4), dtype=torch.int32)[::2],
+    ),
     "list of tensors": (
         [torch.full((BLOCK // 4,), k, dtype=torch.float32) for k in range(3)],
         [torch.zeros(BLOCK // 4) for _ in range(3)],

@@ -230,6 +230,21 @@ def test_a_cache_without_room_in_the_daemon_stays_usable(make_daemon: MakeDaemon
         KvtierCache.forget(last, client, conversation=True)
 
 
+def test_what_went_wrong_is_told_although_the_cache_cannot_be_closed(
+    daemon: DaemonProcess,  # noqa: F811
+) -> None:
+    with kv.Client(daemon.client_path) as client:
+        cache = KvtierCache(MODEL, client)
+        extend(MODEL, prompt(20), cache, 1)
+        _fail_at_the_blob(cache)
+        daemon.kill()
+        client._core.deadline_s = 0.2
+        with pytest.raises(ZeroDivisionError), cache:
+            raise ZeroDivisionError
+        with pytest.raises(kv.InvalidArgument, match="closed"):
+            cache.get_seq_length()
+
+
 def test_close_leaves_nothing_that_no_token_names(daemon: DaemonProcess) -> None:  # noqa: F811
     with client_of(daemon) as client:
         first = KvtierCache(MODEL, client)

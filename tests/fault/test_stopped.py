@@ -144,6 +144,28 @@ def test_the_library_times_out_on_a_stopped_daemon_and_the_repeat_succeeds(
     until(daemon.is_empty, "nothing is left")
 
 
+def test_a_client_that_closes_while_the_daemon_stands_still_leaves_no_lease(
+    daemon: DaemonProcess,
+) -> None:
+    records = contents([1, 2, 3, 4])
+    client = Client(Path(daemon.client_path), deadline_s=0.5)
+    session = client.open_session([LIBRARY_LAYOUT])
+    token = session.token
+    session.swap_out(records, range(4), 16)
+    client.reserve(LIBRARY_LAYOUT, 3)
+    session.acquire((0, 2))
+    daemon.freeze()
+    with pytest.raises(Timeout):
+        session.acquire((0, 4))
+    client.close()
+    daemon.thaw()  # this process lives on, and the daemon never hears of its death
+    until(lambda: not daemon.tenant()["leases"], "nothing is leased")
+    with Client(Path(daemon.client_path)) as again:
+        again.register_layout(LIBRARY_LAYOUT)
+        again.resume_session(token).close()
+    until(daemon.is_empty, "nothing is left")
+
+
 def test_a_client_process_that_stands_still_holds_up_nobody(
     daemon: DaemonProcess, client: RawClient, puppet: Puppet
 ) -> None:

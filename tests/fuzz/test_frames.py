@@ -105,6 +105,7 @@ VERBS: dict[str, list[st.SearchStrategy[Any]]] = {
     "hold": [sessions, layouts, keys],
     "unhold": [sessions, layouts, keys],
     "remove": [layouts, keys],
+    "goodbye": [numbers],
 }  # fmt: skip
 plausible = st.one_of(
     [st.tuples(st.just(verb), *fields).map(list) for verb, fields in VERBS.items()]

@@ -130,9 +130,11 @@ class SimDisk:
                 source = int(job.offsets[i]) // PAGE
                 self.pages[first : first + count] = arena[source : source + count]
                 sums[i] = value_of(arena, source, count)
-                if job.bodies[i, W_PAYLOAD_SUM] not in (0, sums[i]):
-                    statuses[i] = Status.MISMATCH
-        wrote = np.flatnonzero((statuses == Status.OK) | (statuses == Status.UNSURE))
+                known = int(job.bodies[i, W_PAYLOAD_SUM])
+                if known not in (0, sums[i]):
+                    statuses[i], sums[i] = Status.MISMATCH, known
+        written = (Status.OK, Status.UNSURE, Status.MISMATCH)
+        wrote = np.flatnonzero(np.isin(statuses, written))
         bodies = job.bodies[wrote].copy()
         bodies[:, W_PAYLOAD_SUM] = sums[wrote]
         bodies[:, W_PLACE] = places(Kind.SPILL, job.slots[wrote])

@@ -216,6 +216,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._tasks.append(_Task(coro, loop=self))
         return self._tasks[-1]
 
+    def set_exception_handler(self, handler: Callable[..., object] | None) -> None:
+        """The daemon counts what escapes its callbacks; here it ends the history."""
+
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Whatever nobody catches is a failure, unless the process was killed meanwhile."""
         problem = context.get("exception")

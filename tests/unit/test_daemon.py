@@ -393,6 +393,18 @@ def test_only_root_and_the_daemons_user_operate_it(
     served.play(scene)
 
 
+def test_an_operator_who_names_a_tenant_that_is_not_there_is_told_which_are(served: Served) -> None:
+    def scene(served: Served) -> None:
+        with RawClient(served.admin_path) as operator:
+            assert operator.ask("sessions", "")[4] == {"sessions": []}
+            for request in (("sessions", "nobody"), ("evict", "nobody", 0)):
+                reply = operator.call(*request)
+                assert (reply[0], reply[4]) == ("error", errors.InvalidArgument.code)
+                assert "'nobody'" in reply[5] and served.daemon.config.tenants[0].name in reply[5]
+
+    served.play(scene)
+
+
 def test_bytes_of_one_session_are_read_by_who_has_its_token(served: Served) -> None:
     def scene(served: Served) -> None:
         token = os.urandom(16)

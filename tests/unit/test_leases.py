@@ -1,5 +1,6 @@
 """Leases: nobody gets a slot that somebody else may still write or read."""
 
+import numpy as np
 import pytest
 
 from kvtier_client import errors, wire
@@ -118,6 +119,32 @@ def test_a_closed_connection_keeps_its_leases(core: Fixture) -> None:
     held = [wire.HeldLease(lease.lease, True, lease.offsets)]
     assert core.client.hello(held) == []
     core.client.do(wire.Abort, lease.lease)
+
+
+def test_a_client_that_says_goodbye_is_granted_nothing_more_and_keeps_what_it_names(
+    core: Fixture,
+) -> None:
+    values = core.store([0, 1])
+    write, kept = core.reserve(3), core.reserve(2)
+    core.acquire(0, 2)
+    other = core.host.spawn(group=core.client.group)
+    others = other.do(wire.Reserve, other.counter(), core.print, 1)
+    core.reserve(14)
+    waits = core.client.send(wire.Reserve, core.client.counter(), core.print, 8, wait_s=30.0)
+    assert core.client.do(wire.Goodbye, np.array([kept.lease], "<u8").tobytes()).count == 3
+    core.host.settle()
+    assert core.client.answer(waits) is None
+    assert set(core.host.tenant().leases) == {kept.lease, others.lease}
+    assert states(core) == (2 + 1, 0)
+    with refused(errors.LeaseExpired):
+        core.client.do(
+            wire.Commit, write.lease, core.session, 0, pack(0), pack(5), pack(4), wire.HELD
+        )
+    with refused(errors.InvalidArgument):
+        core.client.do(wire.Goodbye, b"1234")
+    assert core.read(0, 2) == values
+    core.client.do(wire.Goodbye)
+    assert states(core) == (1, 0)
 
 
 def test_another_groups_lease_is_not_ones_own(core: Fixture) -> None:

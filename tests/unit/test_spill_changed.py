@@ -11,11 +11,15 @@ from kvtierd.tiers.spill_io import Status
 from tests.spill_support import BLOCK_BYTES, Rig, settings
 
 
+@pytest.mark.parametrize("encrypt", [False, True])
 @pytest.mark.parametrize("length", [BLOCK_BYTES, BLOCK_BYTES - 1000])
-def test_a_block_that_is_not_what_its_checksum_says_is_not_written(
-    tmp_path: Path, length: int
+def test_a_block_that_is_not_what_its_checksum_says_is_found_and_is_never_good(
+    tmp_path: Path, length: int, encrypt: bool
 ) -> None:
-    wanted = settings(tmp_path / "a")
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_bytes(b"k" * 32)
+    wanted = settings(tmp_path / "a", encrypt=encrypt, key=str(key))
     with Rig(wanted) as rig:
         slots = rig.assign(0)[:6]
         job = rig.write_job(slots, length)
@@ -28,5 +32,6 @@ def test_a_block_that_is_not_what_its_checksum_says_is_not_written(
         changed = [0, 0, Status.MISMATCH, 0, 0, 0]
         assert result.status.tolist() == changed
     with Rig(wanted, generation=1) as again:
-        assert np.array_equal(again.found(), slots[np.array(changed) == 0])
-        assert again.read(again.found(), again.sums_found(), length).ok
+        assert np.array_equal(again.found(), slots)
+        assert again.sums_found()[2] == sums[2]
+        assert again.read(again.found(), again.sums_found(), length).status.tolist() == changed

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,50 +35,50 @@ MODULES = [path for path in CODE if path.suffix == ".py"]
 PAGES = [path for path in TEXTS if path.suffix == ".md"]
 
 
-def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def assert_nothing(look: Callable[[str], Iterable[str]], paths: list[Path]) -> None:
+    """Looks into every file; a test for each of them would take far longer than looking."""
+    assert paths
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    found = [f"{path.relative_to(ROOT)}: {what}" for path in texts for what in look(texts[path])]
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", CODE, ids=name)
-def test_file_has_one_reason_to_exist_and_room_for_it(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= FILE_LINES_MAX
+def in_code(text: str) -> Iterator[str]:
+    lines = len(text.splitlines())
+    if lines > FILE_LINES_MAX:
+        yield f"{lines} lines"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_module_says_why_it_exists(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), "no module docstring"
+def in_module(text: str) -> Iterator[str]:
+    tree = ast.parse(text)
+    if not ast.get_docstring(tree):
+        yield "no module docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                yield f"{node.name}: {lines} lines"
+        elif isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            yield f"from {node.module} import *"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_functions_fit_on_a_screen(path: Path) -> None:
-    long = [
-        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.end_lineno is not None
-        and node.end_lineno - node.lineno + 1 > FUNCTION_LINES_MAX
-    ]
-    assert long == []
+def in_text(text: str) -> list[str]:
+    return LEFTOVER.findall(text) + MACHINE_PATH.findall(text)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_imports_name_what_they_take(path: Path) -> None:
-    starred = [
-        f"from {node.module} import *"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
-    ]
-    assert starred == []
+def test_files_have_one_reason_to_exist_and_room_for_it() -> None:
+    assert_nothing(in_code, CODE)
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=name)
-def test_nothing_is_left_for_later_and_no_machine_is_named(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert LEFTOVER.findall(text) == []
-    assert MACHINE_PATH.findall(text) == []
+def test_modules_say_why_they_exist_name_what_they_import_and_fit_on_a_screen() -> None:
+    assert_nothing(in_module, MODULES)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_nothing_is_left_for_later_and_no_machine_is_named() -> None:
+    assert_nothing(in_text, TEXTS)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_between_pages_lead_somewhere(path: Path) -> None:
     links = LINK.findall(path.read_text())
     assert [link for link in links if not (path.parent / link).exists()] == []

@@ -6,6 +6,7 @@
 Only an open cache can be used. Save points outlive it, until they are forgotten.
 """
 
+import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, Self
@@ -41,6 +42,7 @@ from kvtier_client.errors import (
     BlockLost,
     DataError,
     InvalidArgument,
+    KvtierError,
     LayoutMismatch,
     QuotaExceeded,
     UnknownBranch,
@@ -55,8 +57,10 @@ class KvtierCache(DynamicCache):
     """A `DynamicCache` that can be put into kvtierd, and be brought back by any process.
 
     What was saved once is not written again: a save writes the pages that are new, and the partly
-    filled one. A token names a save point, which never changes; resuming one several times gives
-    branches that share its pages. Crop, beam search and batches work as in transformers.
+    filled one. A token names a save point. Only the cache that made it moves it on: its next save
+    gives the same token, unless tokens were taken away in between, which gives another one. What
+    others make of it are branches of their own, which share its pages. Crop, beam search and
+    batches work as in transformers.
     """
 
     layers: list[Any]
@@ -105,7 +109,8 @@ class KvtierCache(DynamicCache):
         """Write what is new to the daemon and return the token of this save point.
 
         `state` are tensors that belong to it (`input_ids`, `attention_mask`): a resume gives them
-        back in `saved`. The cache goes on as it was, also when this fails.
+        back in `saved`. The cache goes on as it was, also when this fails. The token is the one of
+        the last save as long as the cache has only grown: forget an old one if it is another.
         Durability: when it returns, the save point survives this process and the daemon.
         Errors: ArenaFull or SpillFull after `wait_s`; ConnectionLost; InvalidArgument or
         QuotaExceeded for state that cannot be kept (then nothing was written).
@@ -231,7 +236,11 @@ class KvtierCache(DynamicCache):
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if problem is None:
+            self.close()
+            return
+        with contextlib.suppress(KvtierError):  # the first problem is the one to see
+            self.close()
 
     # ---------------------------------------------------- what generate calls
 

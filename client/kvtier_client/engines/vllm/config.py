@@ -19,7 +19,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_through: bool = False
     """Store every full block as it fills, as a prefix cache that outlives the engine."""
     deadline_s: float = DEADLINE_S
-    """Longest wait for an answer of the daemon; after it the engine recomputes."""
+    """Longest wait of a step for the daemon; after it the engine recomputes."""
+
+    @property
+    def answer_s(self) -> float:
+        """Longest wait for one answer; as much is left to wait for room."""
+        return self.deadline_s / 2
 
 
 def settings_of(extra: Mapping[str, Any], policy: str) -> Settings:

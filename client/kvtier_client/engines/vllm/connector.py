@@ -100,8 +100,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             client.lookup(bytes(KEY_BYTES), layouts)
 
         name = f"vllm-{self.role.name.lower()}"
-        deadline_s = self._settings.deadline_s
-        return Link(Client(self._settings.socket, name, deadline_s, group, secret), greet)
+        answer_s = self._settings.answer_s
+        return Link(Client(self._settings.socket, name, answer_s, group, secret), greet)
 
     # --------------------------------------------------------------- a worker
 

@@ -130,6 +130,9 @@ class Link:
             self._greet(self._client)
         except (KvtierError, OSError) as problem:
             self._away(problem)
+        except Exception as problem:
+            log.exception("greeting kvtierd failed")
+            self._away(problem)
         else:
             self._greeted = True
             if self._told is not True:

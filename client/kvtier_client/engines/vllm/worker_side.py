@@ -131,7 +131,8 @@ class WorkerSide:
             pages = range(part.first + first, part.first + last)
             keys = part.keys[KEY_BYTES * first : KEY_BYTES * last]
             records = place.memory.source(part.ids[first:last])
-            put = partial(_put, place.layout, keys, records, pages, valid, left_s)
+            room_s = left_s / 2  # the other half is for the answer
+            put = partial(_put, place.layout, keys, records, pages, valid, room_s)
             stored = self._link.call(put)
             with self._lock:
                 self._tally.add("saved_blocks", stored)
