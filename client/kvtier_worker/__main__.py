@@ -58,6 +58,25 @@ _landing = click.option(
 )
 
 
+def _check_place(_: click.Context, __: click.Parameter, path: str) -> str:
+    """A file that is written at the end can be written: told before hours of work, not after."""
+    directory = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.access(directory, os.W_OK):
+        raise click.BadParameter(
+            f"{path!r} cannot be written: name a file in a directory that can be written."
+        )
+    return path
+
+
+@contextmanager
+def _usage() -> Iterator[None]:
+    """What was typed and cannot be is an error of usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
 @click.group()
 def main() -> None:
     """Decode with a paged KV pool that swaps to kvtierd."""
@@ -87,7 +106,13 @@ def main() -> None:
 )
 @click.option("--daemon", "socket_path", help="kvtierd's socket; without it one is started.")
 @click.option("--admin", "admin_path", help="Its admin socket; default: admin.sock beside it.")
-@click.option("--out", default="run.json", show_default=True, help="Figures; a .png goes beside.")
+@click.option(
+    "--out",
+    default="run.json",
+    show_default=True,
+    callback=_check_place,
+    help="Figures; a .png goes beside.",
+)
 def demo(
     model_path: str,
     threads: int,
@@ -145,7 +170,13 @@ def demo(
     type=click.IntRange(1),
     help="Problems; default: as many as the interval of the difference needs.",
 )
-@click.option("--out", default="eval.json", show_default=True, help="Answers; goes on from them.")
+@click.option(
+    "--out",
+    default="eval.json",
+    show_default=True,
+    callback=_check_place,
+    help="Answers; goes on from them.",
+)
 def evaluate_folds(model_path: str, jobs: int, pairs: int | None, out: str) -> None:
     """Compare answers with folded steps, with and without unfolds, with those of full KV."""
     with _told():
@@ -203,10 +234,8 @@ def search(
         from kvtier_worker.search.command import search_and_show
         from kvtier_worker.search.trial import TrialPlan
 
-        try:
+        with _usage():
             size = Size(steps, rows)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
         pool_bytes = kv_mib << 20
         plan = TrialPlan(names or STRATEGIES, size=size, pool_bytes=pool_bytes, **options)
         search_and_show(loaded, plan)
@@ -250,6 +279,10 @@ def generate(
     """Answer one prompt, or begin to and suspend."""
     from kvtier_worker.sampler import Sampling
 
+    with _usage():
+        sampling = Sampling(temperature, seed)
+    if suspend_after is not None and socket_path is None:
+        raise click.UsageError("--suspend-after needs --daemon: nobody else keeps the session.")
     with _told(), _engine(model_path, threads, kv_mib, socket_path, landing) as (engine, tokenizer):
         budget = None
         if effort is not None or budget_tokens is not None:
@@ -257,7 +290,7 @@ def generate(
         sequence = engine.submit(
             tokenizer.encode_prompt(prompt),
             tokens,
-            Sampling(temperature, seed),
+            sampling,
             stop_token=tokenizer.end_token,
             budget=budget,
         )

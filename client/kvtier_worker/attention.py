@@ -12,6 +12,7 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
+from kvtier_kernels import Attention
 from kvtier_kernels import paged_attention as attend_on_cuda
 from kvtier_worker.tile import Tile
 
@@ -60,17 +61,11 @@ def paged_attention(
     groups = None if masses is None else tile.groups
     result = q.new_zeros(q.shape)
     if q.device.type == "cuda":
-        result[: tile.rows] = attend_on_cuda(
-            q[: tile.rows],
-            k,
-            v,
-            bias,
-            tile.entries,
-            tile.starts,
-            tile.longest,
-            groups,
-            masses,
+        rows = slice(tile.rows)
+        attention = Attention(
+            q[rows], k, v, bias, tile.entries, tile.starts, tile.longest, groups, masses
         )
+        result[rows] = attend_on_cuda(attention)
         return result.flatten(1)
     _attend(
         (q * q.shape[2] ** -0.5).numpy(),

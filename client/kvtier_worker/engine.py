@@ -13,7 +13,15 @@ from torch import Tensor
 
 from kvtier_worker.budget import Budget
 from kvtier_worker.entries import Entries
-from kvtier_worker.errors import BadBudget, CannotFork, CannotUnfold, TooLong
+from kvtier_worker.errors import (
+    BadBudget,
+    BadPrompt,
+    CannotFork,
+    CannotSuspend,
+    CannotUnfold,
+    TooLong,
+    WorkerError,
+)
 from kvtier_worker.folding import Folder, FoldPolicy
 from kvtier_worker.governor import Governor, GovernPolicy
 from kvtier_worker.metrics import BudgetFigures, Clock, RunFigures
@@ -57,7 +65,6 @@ class Engine:
         if governing is not None:
             self.governor = Governor(governing, model.config.vocab, pool, self.folder)
         self.clock = Clock()
-        self.finished: list[Sequence] = []
         self.peak_pool_bytes = 0
         self.peak_request_bytes = 0
         self._attended: list[tuple[Sequence, NDArray[np.float32]]] = []
@@ -73,9 +80,16 @@ class Engine:
     ) -> Sequence:
         """Queue a prompt. With a budget its thought is governed.
 
-        Errors: TooLong; PoolTooSmall and QueueFull of the scheduler; BadBudget, BadControl.
+        Errors: BadPrompt; TooLong; PoolTooSmall and QueueFull of the scheduler; BadBudget,
+        BadControl.
         """
-        assert prompt and new_tokens > 0
+        assert new_tokens > 0
+        vocab = self.model.config.vocab
+        if not prompt or not all(0 <= token < vocab for token in prompt):
+            raise BadPrompt(
+                "the prompt is empty, or has tokens that the model has not (0 to"
+                f" {vocab - 1}); take the ids from the model's own tokenizer"
+            )
         sequence = Sequence(
             id=self._take_id(),
             tokens=list(prompt),
@@ -98,8 +112,6 @@ class Engine:
         """Compute the next tokens of whoever is scheduled; false when nothing is left to do."""
         began_s = perf_counter()
         chunks = self.scheduler.plan()
-        self.finished += self.scheduler.failed
-        self.scheduler.failed.clear()
         self._note_peaks()
         if not chunks:
             return bool(self.scheduler.waiting)
@@ -113,8 +125,6 @@ class Engine:
                 self.scheduler.complete(chunk, None)
                 continue
             self.scheduler.complete(chunk, self._next_token(sequence, logits[sequence.id]))
-            if sequence.state is State.FINISHED:
-                self.finished.append(sequence)
             if self.governor is not None:
                 self.governor.accepted(sequence)
         for sequence, masses in self._attended:
@@ -212,7 +222,10 @@ class Engine:
         self.folder.ask_unfold(sequence, step, pinned)
 
     def refold(self, sequence: Sequence, step: int) -> None:
-        """Fold an unfolded step again, or take back that it should be unfolded."""
+        """Fold an unfolded step again, or take back that it should be unfolded.
+
+        Errors: CannotUnfold when there is no such step.
+        """
         if sequence.state not in AT_REST:
             self.folder.ask_refold(sequence, step)
 
@@ -223,9 +236,12 @@ class Engine:
 
         The result is the token by which any worker with the same model resumes it: the session's
         in hex, and for one branch of several a dot and its number.
-        Errors: `CannotSuspend` without a daemon; those of the client.
+        Errors: `CannotSuspend` without a daemon, or of what has ended; those of the client.
         """
-        assert sequence.state not in AT_REST
+        if sequence.state in AT_REST:
+            raise CannotSuspend(
+                f"sequence {sequence.id} is {sequence.state.value}: nothing goes on"
+            )
         if sequence.state is State.RUNNING:
             self.folder.pack(sequence)
         token = self.store.suspend(sequence)
@@ -237,9 +253,16 @@ class Engine:
     def resume(self, token: str) -> Sequence:
         """Queue a suspended sequence again; it goes on with the very next token.
 
-        Errors: `CannotSuspend` without a daemon, or when it is another model's; UnknownSession.
+        Where it has no room, its token stays good.
+        Errors: `CannotSuspend` without a daemon, or when it is another model's; UnknownSession;
+        PoolTooSmall and QueueFull of the scheduler.
         """
-        return self._queue(self.store.resume(token, self._take_id()))
+        sequence = self.store.resume(token, self._take_id())
+        try:
+            return self._queue(sequence)
+        except WorkerError:
+            self.store.leave(sequence)
+            raise
 
     def figures(self, policy: str) -> RunFigures:
         """The run's figures so far."""
@@ -248,7 +271,7 @@ class Engine:
         counters = self.scheduler.counters
         return RunFigures(
             policy=policy,
-            sessions=len(self.finished),
+            sessions=counters.finished,
             generated_tokens=self.clock.tokens,
             wall_s=wall_s,
             tokens_per_s=self.clock.tokens / wall_s,
@@ -283,7 +306,7 @@ class Engine:
         """The token that comes next: the one that is forced, or else the one that is chosen."""
         if sequence.course is not None and sequence.course.forced:
             return sequence.course.forced.pop(0)
-        self.clock.token(sequence.id)
+        sequence.token_at_s = self.clock.token(sequence.token_at_s)
         return choose(logits, sequence.sampling, len(sequence.tokens))
 
     def _compute(self, chunks: Seq[Chunk]) -> dict[int, NDArray[np.float32]]:

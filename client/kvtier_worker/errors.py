@@ -2,6 +2,7 @@
 
 WorkerError
 ├── UnsupportedModel   no model there, or none that this worker runs
+├── BadPrompt          the prompt is empty, or has tokens that the model has not
 ├── PoolTooSmall       the KV budget does not hold what was asked of it
 ├── TooLong            the model has no positions for so many tokens
 ├── QueueFull          as many sequences wait as may wait
@@ -43,6 +44,10 @@ class WorkerError(Exception):
 
 class UnsupportedModel(WorkerError):
     """There is no model, or none that this worker runs."""
+
+
+class BadPrompt(WorkerError):
+    """The prompt is empty, or has tokens that the model has not."""
 
 
 class PoolTooSmall(WorkerError):

@@ -29,7 +29,7 @@ from kvtier_worker.probe import probe_queries
 from kvtier_worker.sequence import Sequence
 from kvtier_worker.steps import StepRules, StepScanner
 from kvtier_worker.store import KvStore
-from kvtier_worker.thoughts import Form, Step
+from kvtier_worker.thoughts import REPEATED, Event, Form, Step
 from kvtier_worker.tile import Slots
 
 NOTES_MAX: Final = 65_536
@@ -130,7 +130,6 @@ class Folder:
         self._pool = pool
         self._store = store
         self._scanners: dict[int, StepScanner] = {}
-        self._causes: dict[tuple[int, int], str] = {}
 
     # ----------------------------------------------------------------- scanning
 
@@ -146,8 +145,8 @@ class Folder:
         fresh = sequence.tokens[scanner.scanned_tokens :]
         known = thoughts.steps[-1].end if thoughts.steps else 0
         for first, end in scanner.feed(fresh):
-            if end > known:
-                thoughts.add(first, end)
+            if end > known:  # a session may have been resumed with other rules
+                thoughts.add(max(first, known), end)
         if self.policy.trigger is not None and len(fresh) == 1:
             number = self.policy.trigger(fresh[0], thoughts.steps)
             if number is not None and self._can_unfold(sequence, number) is None:
@@ -162,8 +161,6 @@ class Folder:
     def forget(self, sequence: Sequence) -> None:
         """The sequence is of no concern any more."""
         self._scanners.pop(sequence.id, None)
-        for step in sequence.thoughts.steps:
-            self._causes.pop((sequence.id, step.number), None)
 
     # ----------------------------------------------------------------- requests
 
@@ -177,12 +174,25 @@ class Folder:
         self._want(sequence, step, "asked")
 
     def ask_refold(self, sequence: Sequence, number: int) -> None:
-        """Fold an unfolded step again; nothing happens to one that is folded."""
-        step = sequence.thoughts.steps[number]
-        step.wanted = step.pinned = step.away = False
-        sequence.thoughts.take_back(number, sequence.reached_tokens)
-        if step.form is Form.UNFOLDED:
+        """Fold an unfolded step again; nothing happens to one that is folded.
+
+        Errors: CannotUnfold when there is no such step.
+        """
+        thoughts = sequence.thoughts
+        if not 0 <= number < len(thoughts.steps):
+            raise CannotUnfold(
+                f"step {number} of sequence {sequence.id} does not exist: it has"
+                f" {len(thoughts.steps)}"
+            )
+        step = thoughts.steps[number]
+        step.pinned = False
+        thoughts.take_back(number, sequence.reached_tokens)
+        if sequence.behind:
+            self._change_later(sequence, step, Form.UNFOLDED, Form.FOLDED)
+        elif step.unfolded:
             self._refold(sequence, step)
+        else:
+            step.wanted = False
 
     def _can_unfold(self, sequence: Sequence, number: int) -> str | None:
         steps = sequence.thoughts.steps
@@ -190,26 +200,33 @@ class Folder:
             return f"does not exist: it has {len(steps)}"
         if not self._store.unfolds:
             return "cannot be unfolded: without a daemon nobody keeps it; start with --daemon"
-        if steps[number].form is Form.WHOLE:
+        if sequence.thoughts.coming_form(steps[number]) is Form.WHOLE:
             return "was never folded"
         return None
 
     def _want(self, sequence: Sequence, step: Step, cause: str) -> None:
-        if step.form is Form.FOLDED and not step.wanted:
-            step.wanted = True
-            self._causes[sequence.id, step.number] = cause
+        if sequence.behind:
+            step.cause = cause
+            self._change_later(sequence, step, Form.FOLDED, Form.UNFOLDED)
+        elif step.form is Form.FOLDED and not step.wanted:
+            step.wanted, step.cause = True, cause
+
+    def _change_later(self, sequence: Sequence, step: Step, old: Form, new: Form) -> None:
+        """Have a step change where the sequence was when its KV was lost, and not before."""
+        if sequence.thoughts.coming_form(step) is old:
+            event = Event(sequence.reached_tokens, step.number, new)
+            sequence.thoughts.replay.append(event)
 
     # ------------------------------------------------------------ what falls due
 
     def due(self, sequence: Sequence) -> int | None:
         """How many pages the next change takes that has fallen due; None when there is none."""
-        thoughts, at = sequence.thoughts, sequence.computed_tokens
-        if thoughts.replay and thoughts.replay[0].at <= at:
-            event = thoughts.replay[0]
-            step = thoughts.steps[event.step]
+        event = self._repeated(sequence)
+        if event is not None:
+            step = sequence.thoughts.steps[event.step]
             if event.form is Form.UNFOLDED:
                 return sequence.kv.missing_for_unfold(step.tokens)
-            return 0 if step.form is Form.UNFOLDED else self._fold_pages(sequence, step)
+            return 0 if step.unfolded else self._fold_pages(sequence, step)
         step_due = self._undecided(sequence)
         if step_due is not None:
             return self._fold_pages(sequence, step_due) if self._folds(step_due) else 0
@@ -218,9 +235,9 @@ class Folder:
 
     def act(self, sequence: Sequence) -> None:
         """Let the next change happen; its pages have been provided."""
-        thoughts = sequence.thoughts
-        if thoughts.replay and thoughts.replay[0].at <= sequence.computed_tokens:
-            self._repeat(sequence)
+        event = self._repeated(sequence)
+        if event is not None:
+            self._repeat(sequence, event)
             return
         step = self._undecided(sequence)
         if step is not None:
@@ -233,11 +250,12 @@ class Folder:
     def give_up(self, sequence: Sequence) -> bool:
         """There is no room for the unfold that is due: go on without; false if it is another
         change."""
-        thoughts = sequence.thoughts
-        if thoughts.replay and thoughts.replay[0].at <= sequence.computed_tokens:
-            if thoughts.replay[0].form is not Form.UNFOLDED:
+        thoughts, event = sequence.thoughts, self._repeated(sequence)
+        if event is not None:
+            if event.form is not Form.UNFOLDED:
                 return False
-            thoughts.steps[thoughts.replay.popleft().step].pinned = False
+            thoughts.replay.popleft()
+            thoughts.steps[event.step].pinned = False
         else:
             wanted = self._wanted(sequence)
             if wanted is None or self._undecided(sequence) is not None:
@@ -245,6 +263,14 @@ class Folder:
             self._stay_folded(sequence, wanted)
         self._count(crowded=1)
         return True
+
+    def _repeated(self, sequence: Sequence) -> Event | None:
+        """The change that happens again now; what is unfolded waits for a fold that is new."""
+        event = next(iter(sequence.thoughts.replay), None)
+        if event is None or event.at > sequence.computed_tokens:
+            return None
+        new = event.form is Form.UNFOLDED and self._undecided(sequence) is not None
+        return None if new else event
 
     def _undecided(self, sequence: Sequence) -> Step | None:
         thoughts = sequence.thoughts
@@ -264,14 +290,13 @@ class Folder:
         first = sequence.thoughts.first_entry(step)
         return sequence.kv.missing_for_fold(first, self.policy.keep)
 
-    def _repeat(self, sequence: Sequence) -> None:
+    def _repeat(self, sequence: Sequence, event: Event) -> None:
         """Do again what had happened here before KV was lost."""
         thoughts = sequence.thoughts
-        event = thoughts.replay[0]
         step = thoughts.steps[event.step]
         if event.form is Form.UNFOLDED and step.form is Form.FOLDED:
             self._unfold(sequence, step)
-        elif event.form is Form.FOLDED and step.form is Form.UNFOLDED:
+        elif event.form is Form.FOLDED and step.unfolded:
             self._refold(sequence, step)
         elif event.form is Form.FOLDED and step.form is Form.WHOLE:
             self._fold(sequence, step)
@@ -289,7 +314,7 @@ class Folder:
             self.lengths.add(step.tokens)
             self._fold(sequence, step)
         for other in thoughts.steps:
-            if other.form is Form.UNFOLDED and not other.pinned:
+            if other.unfolded and not other.pinned:
                 self._refold(sequence, other)
 
     # -------------------------------------------------------------- the changes
@@ -334,7 +359,7 @@ class Folder:
         first = thoughts.first_entry(step)
         slots = sequence.kv.unfold(step.number, first, step.kept, step.tokens)
         restored = self._store.bring_step(sequence, step, slots)
-        cause = self._causes.pop((sequence.id, step.number), "repeated")
+        cause, step.cause = step.cause, REPEATED
         if not step.away:
             note = UnfoldNote(sequence.id, step.number, sequence.computed_tokens, cause, restored)
             self.notes.append(note)
@@ -343,12 +368,13 @@ class Folder:
             self._stay_folded(sequence, step)
             self._count(misses=1)
             return
+        if not (step.away or sequence.behind):  # else it has been idle for as long as before
+            step.idle_tokens = 0
         if step.away:
             step.form = Form.UNFOLDED
         else:
             thoughts.change(step, Form.UNFOLDED, sequence.computed_tokens)
         step.wanted = step.away = False
-        step.idle_tokens = 0
         self._count(unfolds=1, unfolded_tokens=step.tokens, unfold_s=perf_counter() - started_s)
 
     def _stay_folded(self, sequence: Sequence, step: Step) -> None:
@@ -357,10 +383,12 @@ class Folder:
         step.wanted = step.away = step.pinned = False
 
     def _refold(self, sequence: Sequence, step: Step) -> None:
-        first = sequence.thoughts.first_entry(step)
-        sequence.kv.refold(step.number, first, step.tokens)
-        sequence.thoughts.change(step, Form.FOLDED, sequence.computed_tokens)
-        step.pinned = False
+        if not step.away:
+            first = sequence.thoughts.first_entry(step)
+            sequence.kv.refold(step.number, first, step.tokens)
+        at = sequence.computed_tokens or sequence.saved_tokens  # in the pool or out of it
+        sequence.thoughts.change(step, Form.FOLDED, at)
+        step.wanted = step.away = False
         if self.policy is not None and self.policy.attention is not None:
             step.rests_until = sequence.computed_tokens + self.policy.attention.rest_tokens
         self._store.folded(sequence, step)

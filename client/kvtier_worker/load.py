@@ -26,6 +26,17 @@ READ_BYTES: Final = 1 << 24
 CONVERTED_SUFFIX: Final = ".hf-2"
 """Of the directory that a GGUF file becomes; another one whenever the conversion changes."""
 
+_UNREADABLE: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
+"""What may befall who reads anybody's files as a model."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -40,16 +51,17 @@ def load_model(path: str, device: torch.device) -> LoadedModel:
 
     Errors: UnsupportedModel when there is no model, a damaged one, or one that is no plain Llama.
     """
-    directory = hugging_face_directory(path)
     try:
+        directory = hugging_face_directory(path)
         config = read_config(directory)
         weights: dict[str, torch.Tensor] = {}
         for file in _weight_files(directory):
             weights.update(load_file(file))
         return LoadedModel(Llama(config, weights, device), Tokenizer(directory))
-    except (KeyError, OSError, SafetensorError, ValueError) as error:
+    except _UNREADABLE as error:
         raise UnsupportedModel(
-            f"the model in {directory} is damaged or incomplete: {error!r}; get its files again"
+            f"the model at {path} cannot be loaded: {error!r}; if it is damaged or incomplete,"
+            " get its files again"
         ) from error
 
 

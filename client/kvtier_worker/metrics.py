@@ -1,5 +1,6 @@
 """What a run is judged by: per policy the figures of the result table."""
 
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from time import perf_counter
@@ -8,6 +9,8 @@ from typing import Final, TypeVar
 import msgspec
 import numpy as np
 
+GAPS_MAX: Final = 65_536
+"""Of so many tokens, the last ones, is known how long they took."""
 TICK_S: Final = 1e-9
 """Stands for no time at all where something is divided by it."""
 
@@ -95,7 +98,8 @@ def plus(figures: Figures, more: Mapping[str, float]) -> Figures:
 
 
 class RunFigures(msgspec.Struct, frozen=True):
-    """One policy's run. `tpot_*` is the time between two tokens of one session, waits included.
+    """One policy's run. `tpot_*` is the time between two tokens of one session, waits included; of
+    a long run, that of its last `GAPS_MAX` tokens.
 
     `mean_running` is how many sessions computed at a time: the average over the time in which
     others waited for room, so that a queue that runs dry does not lower it (or over all the time,
@@ -122,13 +126,12 @@ class RunFigures(msgspec.Struct, frozen=True):
 
 
 class Clock:
-    """Notes when each sequence got its tokens."""
+    """Notes how long tokens take."""
 
     def __init__(self) -> None:
         self.started_s = perf_counter()
-        self._last_s: dict[int, float] = {}
-        self._gaps_s: list[float] = []
         self.tokens = 0
+        self._gaps_s: deque[float] = deque(maxlen=GAPS_MAX)
         self._running_s = {True: 0.0, False: 0.0}
         self._steps_s = {True: 0.0, False: 0.0}
 
@@ -144,13 +147,13 @@ class Clock:
         queued = self._steps_s[True] > 0
         return self._running_s[queued] / max(self._steps_s[queued], TICK_S)
 
-    def token(self, sequence_id: int) -> None:
-        """The sequence got a token now."""
+    def token(self, last_s: float | None) -> float:
+        """A sequence got a token now, and the one before, if any, at `last_s`; returns the time."""
         now_s = perf_counter()
-        if sequence_id in self._last_s:
-            self._gaps_s.append(now_s - self._last_s[sequence_id])
-        self._last_s[sequence_id] = now_s
+        if last_s is not None:
+            self._gaps_s.append(now_s - last_s)
         self.tokens += 1
+        return now_s
 
     @property
     def elapsed_s(self) -> float:
@@ -158,6 +161,6 @@ class Clock:
         return perf_counter() - self.started_s
 
     def tpot_ms(self, percentiles: Seq[float]) -> list[float]:
-        """Percentiles of the time between two tokens; zeros when there were none."""
+        """Percentiles of the time between two tokens, of the last; zeros when there were none."""
         gaps_ms = np.array(self._gaps_s or [0.0]) * 1e3
         return [float(value) for value in np.percentile(gaps_ms, percentiles)]

@@ -43,6 +43,13 @@ class ModelConfig:
     max_positions: int
     fold_trained_keep: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"{self.heads} heads of {self.head_dim} for {self.kv_heads} kv heads: need a"
+                " multiple, and an even head_dim"
+            )
+
     def folds_to(self, keep: int) -> bool:
         """Whether the model was trained to go on from so many entries of a step."""
         return self.fold_trained_keep is not None and keep >= self.fold_trained_keep
@@ -100,18 +107,25 @@ class Llama:
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, Tensor], device: torch.device
     ) -> None:
-        """Take Hugging Face's weight names. Errors: KeyError for a missing weight."""
+        """Take Hugging Face's weight names.
 
-        def take(name: str) -> Tensor:
-            return weights[name].to(device=device, dtype=torch.float32).contiguous()
+        Errors: KeyError for a missing weight, ValueError for one of another shape.
+        """
 
-        self.config = config
+        def take(name: str, *shape: int) -> Tensor:
+            weight = weights[f"{name}.weight"]
+            if weight.shape != shape:
+                raise ValueError(f"{name} is {tuple(weight.shape)}, and should be {shape}")
+            return weight.to(device=device, dtype=torch.float32).contiguous()
+
+        c = self.config = config
         self.device = device
-        self.embedding = take("model.embed_tokens.weight")
+        self.embedding = take("model.embed_tokens", c.vocab, c.hidden)
         tied = "lm_head.weight" not in weights
-        self.head = TileLinear(self.embedding if tied else take("lm_head.weight"), USUAL_ROWS)
-        self.norm = take("model.norm.weight")
-        self.layers = [_layer(take, f"model.layers.{i}.") for i in range(config.layers)]
+        head = self.embedding if tied else take("lm_head", c.vocab, c.hidden)
+        self.head = TileLinear(head, USUAL_ROWS)
+        self.norm = take("model.norm", c.hidden)
+        self.layers = [_layer(take, c, f"model.layers.{i}.") for i in range(c.layers)]
         self.cos, self.sin = _rope_table(config, device)
         self.tile_sizes = self._sizes_alike()
 
@@ -180,18 +194,20 @@ class Llama:
         return torch.cat(results)
 
 
-def _layer(take: Callable[[str], Tensor], prefix: str) -> LayerWeights:
-    def stack(*names: str) -> TileLinear:
-        whole = torch.cat([take(f"{prefix}{name}.weight") for name in names])
-        return TileLinear(whole, USUAL_ROWS)
+def _layer(take: Callable[..., Tensor], c: ModelConfig, prefix: str) -> LayerWeights:
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+
+    def stack(part: str, width: int, **rows: int) -> TileLinear:
+        whole = [take(f"{prefix}{part}.{name}", count, width) for name, count in rows.items()]
+        return TileLinear(torch.cat(whole), USUAL_ROWS)
 
     return LayerWeights(
-        input_norm=take(prefix + "input_layernorm.weight"),
-        qkv=stack("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        out=stack("self_attn.o_proj"),
-        post_norm=take(prefix + "post_attention_layernorm.weight"),
-        gate_up=stack("mlp.gate_proj", "mlp.up_proj"),
-        down=stack("mlp.down_proj"),
+        input_norm=take(prefix + "input_layernorm", c.hidden),
+        qkv=stack("self_attn", c.hidden, q_proj=q, k_proj=kv, v_proj=kv),
+        out=stack("self_attn", q, o_proj=c.hidden),
+        post_norm=take(prefix + "post_attention_layernorm", c.hidden),
+        gate_up=stack("mlp", c.hidden, gate_proj=c.intermediate, up_proj=c.intermediate),
+        down=stack("mlp", c.intermediate, down_proj=c.hidden),
     )
 
 

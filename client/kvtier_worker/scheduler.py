@@ -48,8 +48,9 @@ class Chunk:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What was computed so far, and what preemption has cost."""
+    """What has ended and was computed so far, and what preemption has cost."""
 
+    finished: int = 0
     preemptions: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
@@ -68,7 +69,6 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self.failed: list[Sequence] = []
         self._step = 0
 
     def submit(self, sequence: Sequence) -> None:
@@ -154,6 +154,7 @@ class Scheduler:
         self.store.forget(sequence)
         self.folder.forget(sequence)
         sequence.state = State.FINISHED
+        self.counters.finished += 1
 
     def _settle(self) -> bool:
         """Let every running sequence's steps change that have to, and give it the pages that it
@@ -194,7 +195,6 @@ class Scheduler:
                 " the pool's budget"
             )
             self._finish(sequence)
-            self.failed.append(sequence)
         return False
 
     def _park_paused(self) -> bool:

@@ -50,6 +50,7 @@ class Sequence:
     which it ends. While it is out of the pool, `saved_entries` of the `saved_tokens` that were
     computed are kept. While it is `paused` its newest token is not computed: it rests in the pool.
     `failure` says why it ended early, `course` what its budget is and why it landed, if it has one.
+    Its newest token was chosen at `token_at_s`, if that was here.
     """
 
     id: int
@@ -69,6 +70,7 @@ class Sequence:
     paused: bool = False
     failure: WorkerError | None = None
     course: Course | None = None
+    token_at_s: float | None = None
 
     @property
     def pages(self) -> list[int]:
@@ -86,6 +88,13 @@ class Sequence:
         return len(self.tokens) >= self.end_tokens or (
             len(self.tokens) > self.prompt_tokens and self.tokens[-1] == self.stop_token
         )
+
+    @property
+    def behind(self) -> bool:
+        """Whether tokens of it were computed that have to be computed again."""
+        saved = self.saved_tokens if self.saved_entries else 0
+        there = self.computed_tokens if self.state is State.RUNNING else saved
+        return there < self.reached_tokens
 
     def rank(self) -> tuple[int, int]:
         """Who goes first; the last in rank is the victim.

@@ -35,6 +35,9 @@ class KvStore(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended: nothing of it needs to be kept that no fork of it needs."""
 
+    def leave(self, sequence: Sequence) -> None:
+        """A suspended sequence belongs to another worker from now on, or to nobody."""
+
     def branch(self, sequence: Sequence, child: Sequence) -> None:
         """The child was forked from the sequence: what is kept of one is kept of both."""
 
@@ -84,6 +87,9 @@ class RecomputeStore:
         """Do nothing."""
 
     def forget(self, sequence: Sequence) -> None:
+        """Do nothing."""
+
+    def leave(self, sequence: Sequence) -> None:
         """Do nothing."""
 
     def branch(self, sequence: Sequence, child: Sequence) -> None:

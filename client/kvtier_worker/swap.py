@@ -161,6 +161,10 @@ class DaemonStore:
         except _NOT_ENDED:
             return
 
+    def leave(self, sequence: Sequence) -> None:
+        """Know nothing more of a suspended sequence; the daemon keeps it."""
+        self._branches.pop(sequence.id).hand_over()
+
     def branch(self, sequence: Sequence, child: Sequence) -> None:
         """The child's branch starts from what the sequence has stored and has in the pool."""
         entries = len(sequence.kv) if sequence.state is State.RUNNING else sequence.saved_entries
@@ -254,7 +258,7 @@ class DaemonStore:
             sequence.saved_tokens = sequence.computed_tokens
         self._flush()
         token = save_session(sequence, self._branch(sequence), self.layout.fingerprint())
-        self._branches.pop(sequence.id).hand_over()
+        self.leave(sequence)
         return token
 
     def resume(self, token: str, sequence_id: int) -> Sequence:

@@ -22,6 +22,9 @@ class Form(Enum):
     UNFOLDED = "unfolded"
 
 
+REPEATED: Final = "repeated"
+"""The cause of an unfold that nobody asks for anew: it has been before."""
+
 _WHOLE: Final = Form.WHOLE
 _FOLDED: Final = Form.FOLDED
 
@@ -44,10 +47,10 @@ class Step:
     """One finished span of thought: the tokens `first..end`.
 
     `kept` entries are its summary once it was folded, with `bias` [layers, kept, kv_heads] if the
-    operator gives one. `wanted` asks for an unfold before the next token; `away` says that it was
-    unfolded when its sequence had to leave the pool, so that the unfold is no change. What is
-    `pinned` stays unfolded at boundaries. Attention unfolds it only when `rests_until` tokens are
-    computed, and has not been on it for `idle_tokens` tokens.
+    operator gives one. `wanted` asks for an unfold before the next token, and `cause` says why;
+    `away` says that it was unfolded when its sequence had to leave the pool, so that the unfold is
+    no change. What is `pinned` stays unfolded at boundaries. Attention unfolds it only when
+    `rests_until` tokens are computed, and has not been on it for `idle_tokens` tokens.
     """
 
     number: int
@@ -58,6 +61,7 @@ class Step:
     bias: Tensor | None = None
     archived: Archived | None = None
     wanted: bool = False
+    cause: str = REPEATED
     away: bool = False
     pinned: bool = False
     rests_until: int = 0
@@ -67,6 +71,11 @@ class Step:
     def tokens(self) -> int:
         """Its length."""
         return self.end - self.first
+
+    @property
+    def unfolded(self) -> bool:
+        """Whether all of it is there again, or will be when its sequence is back in the pool."""
+        return self.form is Form.UNFOLDED or self.away
 
     @property
     def saved_entries(self) -> int:
@@ -119,6 +128,11 @@ class Thoughts:
         """The same if all that is unfolded were folded again."""
         earlier = self.steps[: step.number]
         return step.first - sum([e.end - e.first - e.kept for e in earlier if e.form is not _WHOLE])
+
+    def coming_form(self, step: Step) -> Form:
+        """The form that a step has when all that is to happen again has happened."""
+        now = Form.UNFOLDED if step.unfolded else step.form
+        return next((e.form for e in reversed(self.replay) if e.step == step.number), now)
 
     def add(self, first: int, end: int) -> None:
         """A step has ended; whether it is folded is decided when its last token is computed."""

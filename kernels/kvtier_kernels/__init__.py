@@ -1,13 +1,14 @@
-"""Kernels on paged KV: block copies, moves of entries, attention and the score pass, by device."""
+"""Kernels on paged KV: blocks back to pages, moves of entries, attention, the score pass."""
 
 from torch import Tensor
 
 from kvtier_kernels import launch, reference
+from kvtier_kernels.attended import Attention
 from kvtier_kernels.scores import KeyScores
 
 __all__ = [
+    "Attention",
     "KeyScores",
-    "gather_blocks",
     "move_entries",
     "paged_attention",
     "scatter_blocks",
@@ -15,29 +16,19 @@ __all__ = [
 ]
 
 
-def gather_blocks(
-    layers_k: list[Tensor], layers_v: list[Tensor], pages: Tensor, out: Tensor
-) -> None:
-    """Copies each page of every layer's pools into one contiguous block record.
-
-    Shapes: `layers_k` and `layers_v` hold a pool [pages, block_tokens, kv_heads, head_dim] per
-    layer; `pages` is int64 [n]; `out` is [n, layers, 2, block_tokens, kv_heads, head_dim], records
-    contiguous, K before V. With pools on a GPU, `out` is on that GPU or in host memory that is
-    registered with CUDA, and the copy is queued on torch's current stream.
-    Errors: `ValueError` when shapes, types, strides or devices do not fit together. A page outside
-    the pool is a programmer error: `IndexError` on a CPU, a trapped kernel on a GPU.
-    """
-    gather = launch.gather_blocks if pages.is_cuda else reference.gather_blocks
-    gather(layers_k, layers_v, pages, out)
-
-
 def scatter_blocks(
     layers_k: list[Tensor], layers_v: list[Tensor], pages: Tensor, records: Tensor
 ) -> None:
-    """Copies contiguous block records back into pages of every layer's pools.
+    """Copies contiguous block records into pages of every layer's pools.
 
-    Shapes and errors: as for `gather_blocks`, with `records` read instead of written; no page may
-    occur twice in `pages`.
+    With pools on a GPU, `records` are on that GPU or in host memory that is registered with CUDA,
+    and the copy is queued on torch's current stream. No page may occur twice in `pages`.
+
+    Shapes: `layers_k` and `layers_v` hold a pool [pages, block_tokens, kv_heads, head_dim] per
+    layer; `pages` is int64 [n]; `records` are [n, layers, 2, block_tokens, kv_heads, head_dim],
+    each contiguous, K before V.
+    Errors: `ValueError` when shapes, types, strides or devices do not fit together. A page outside
+    the pool is a programmer error: `IndexError` on a CPU, a trapped kernel on a GPU.
     """
     scatter = launch.scatter_blocks if pages.is_cuda else reference.scatter_blocks
     scatter(layers_k, layers_v, pages, records)
@@ -59,35 +50,20 @@ def move_entries(pools: list[Tensor], sources: Tensor, targets: Tensor) -> None:
     move(pools, sources, targets)
 
 
-def paged_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    biases: Tensor | None,
-    entries: Tensor,
-    starts: Tensor,
-    longest: int,
-    groups: Tensor | None = None,
-    masses: Tensor | None = None,
-) -> Tensor:
+def paged_attention(attention: Attention) -> Tensor:
     """Lets each row of queries attend to its own entries; a row without any gets zeros.
 
-    An entry's bias is added to its logits. A row's bits depend on its own queries and entries
-    alone. With `masses` the share of attention that each group of a row's entries gets is raised
-    there to what the head gives that gives most, if that is more.
+    A row's bits depend on its own queries and entries alone.
 
-    Shapes: `queries` float32 [rows, heads, head_dim], with any stride between rows; `keys`,
-    `values` float32 [slots, kv_heads, head_dim]; `biases` [slots, kv_heads]; `entries` int64, the
-    rows' slots one row after the other, of which row i has those from `starts[i]` to `starts[i +
-    1]`, at most `longest`; `groups` int64, one number per entry; `masses` [rows, groups]; the
-    result is [rows, heads, head_dim]. Head h reads kv head h // (heads / kv_heads).
+    Shapes: the result is [rows, heads, head_dim].
     Errors: `ValueError` when the tensors do not fit together, and on a GPU for a head_dim not in
     `plans.HEAD_DIMS` or more heads per kv head than `plans.GROUP_MAX`. A slot outside the pools or
     a row longer than `longest` is a programmer error: `IndexError` on a CPU, a trapped kernel on a
     GPU.
     """
-    attend = launch.paged_attention if queries.is_cuda else reference.paged_attention
-    return attend(queries, keys, values, biases, entries, starts, longest, groups, masses)
+    on_gpu = attention.queries.is_cuda
+    attend = launch.paged_attention if on_gpu else reference.paged_attention
+    return attend(attention)
 
 
 def score_keys(

@@ -35,7 +35,7 @@ class Geometry:
         return self.records * self.parts
 
     def words(self) -> list[int]:
-        """The launch's description as `struct Copy` of gather_scatter.cu, pools' addresses last."""
+        """The launch's description as `struct Copy` of scatter.cu, pools' addresses last."""
         *fields, pools = astuple(self)
         return [*fields, *pools]
 
@@ -43,9 +43,9 @@ class Geometry:
 def describe(
     layers_k: list[Tensor], layers_v: list[Tensor], pages: Tensor, records: Tensor
 ) -> Geometry:
-    """Describes a copy between pools and records.
+    """Describes a copy of records to pools.
 
-    Shapes: as for `kvtier_kernels.gather_blocks`.
+    Shapes: as for `kvtier_kernels.scatter_blocks`.
     Errors: `ValueError` when the tensors do not fit together.
     """
     check(layers_k, layers_v, pages, records)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtier_kernels.attended import Attention
 from kvtier_kernels.geometry import describe
 from kvtier_kernels.plans import Launch, Plan, plan_attention, plan_moves, plan_scoring, table
 from kvtier_kernels.scores import KeyScores
@@ -21,18 +22,19 @@ GRID_BLOCKS_MAX = 16
 THREADS_PER_BLOCK = 256
 
 
-def gather_blocks(
-    layers_k: list[Tensor], layers_v: list[Tensor], pages: Tensor, out: Tensor
-) -> None:
-    """Queues the copy of each page of every layer's pools into one contiguous block record."""
-    _copy("gather_blocks", layers_k, layers_v, pages, out)
-
-
 def scatter_blocks(
     layers_k: list[Tensor], layers_v: list[Tensor], pages: Tensor, records: Tensor
 ) -> None:
-    """Queues the copy of contiguous block records back into pages of every layer's pools."""
-    _copy("scatter_blocks", layers_k, layers_v, pages, records)
+    """Queues the copy of contiguous block records into pages of every layer's pools."""
+    geometry = describe(layers_k, layers_v, pages, records)
+    if not records.is_cuda and not records.is_pinned():
+        raise ValueError("records are in host memory that CUDA does not know: register it first")
+    if geometry.segments == 0:
+        return
+    description = table(geometry.words(), pages.device)
+    grid = (min(geometry.segments, GRID_BLOCKS_MAX), 1, 1)
+    launch = Launch("scatter_blocks", grid, THREADS_PER_BLOCK, (description.data_ptr(),))
+    _run(Plan("scatter.cu", pages.device, (launch,), description))
 
 
 def move_entries(pools: list[Tensor], sources: Tensor, targets: Tensor) -> None:
@@ -40,24 +42,10 @@ def move_entries(pools: list[Tensor], sources: Tensor, targets: Tensor) -> None:
     _run(plan_moves(pools, sources, targets))
 
 
-def paged_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    biases: Tensor | None,
-    entries: Tensor,
-    starts: Tensor,
-    longest: int,
-    groups: Tensor | None = None,
-    masses: Tensor | None = None,
-) -> Tensor:
+def paged_attention(attention: Attention) -> Tensor:
     """Queues the attention of each row of queries to its own entries."""
-    result = queries.new_empty(queries.shape)
-    _run(
-        plan_attention(
-            queries, keys, values, biases, entries, starts, longest, groups, masses, result
-        )
-    )
+    result = attention.queries.new_empty(attention.queries.shape)
+    _run(plan_attention(attention, result))
     return result
 
 
@@ -73,20 +61,6 @@ def score_keys(
     for plan in plans:
         _run(plan)
     return scores
-
-
-def _copy(
-    name: str, layers_k: list[Tensor], layers_v: list[Tensor], pages: Tensor, records: Tensor
-) -> None:
-    geometry = describe(layers_k, layers_v, pages, records)
-    if not records.is_cuda and not records.is_pinned():
-        raise ValueError("records are in host memory that CUDA does not know: register it first")
-    if geometry.segments == 0:
-        return
-    description = table(geometry.words(), pages.device)
-    grid = (min(geometry.segments, GRID_BLOCKS_MAX), 1, 1)
-    launch = Launch(name, grid, THREADS_PER_BLOCK, (description.data_ptr(),))
-    _run(Plan("gather_scatter.cu", pages.device, (launch,), (description,)))
 
 
 def _run(plan: Plan) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor, float32, int64
 
+from kvtier_kernels.attended import Attention
 from kvtier_kernels.scores import KeyScores
 
 THREADS: Final = 128
@@ -113,52 +114,34 @@ class _Workspace:
     scales: Tensor | None
 
 
-def check_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    biases: Tensor | None,
-    entries: Tensor,
-    starts: Tensor,
-    groups: Tensor | None,
-    masses: Tensor | None,
-) -> None:
+def check_attention(a: Attention) -> None:
     """Raises `ValueError`, saying which tensor and why, when the tensors do not fit together."""
-    _check_pools([keys, values])
-    rows = _check_queries(queries, keys, dimensions=3)
-    if biases is not None:
-        _check_float(keys.device, keys.shape[:2], biases=biases)
-    _check_indices(keys.device, entries=entries, starts=starts)
-    if len(starts) != rows + 1:
+    keys, groups, masses = a.keys, a.groups, a.masses
+    _check_pools([keys, a.values])
+    rows = _check_queries(a.queries, keys, dimensions=3)
+    if a.biases is not None:
+        _check_float(keys.device, keys.shape[:2], biases=a.biases)
+    _check_indices(keys.device, entries=a.entries, starts=a.starts)
+    if len(a.starts) != rows + 1:
         raise ValueError(
-            f"{len(starts)} starts for {rows} rows of queries: need one more than rows"
+            f"{len(a.starts)} starts for {rows} rows of queries: need one more than rows"
         )
     if (groups is None) != (masses is None):
         raise ValueError("groups and masses come together or not at all")
     if groups is not None and masses is not None:
         _check_indices(keys.device, groups=groups)
-        if len(groups) != len(entries) or masses.dim() != 2:
-            raise ValueError(f"{len(groups)} groups for {len(entries)} entries: need one each")
+        if len(groups) != len(a.entries) or masses.dim() != 2:
+            raise ValueError(f"{len(groups)} groups for {len(a.entries)} entries: need one each")
         _check_float(keys.device, (rows, masses.shape[1]), masses=masses)
 
 
-def plan_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    biases: Tensor | None,
-    entries: Tensor,
-    starts: Tensor,
-    longest: int,
-    groups: Tensor | None,
-    masses: Tensor | None,
-    result: Tensor,
-) -> Plan:
+def plan_attention(a: Attention, result: Tensor) -> Plan:
     """Plans `kvtier_kernels.paged_attention`; `result` is contiguous, of the shape of `queries`."""
-    check_attention(queries, keys, values, biases, entries, starts, groups, masses)
-    _check_limits([keys, values], queries)
+    check_attention(a)
+    queries, keys, groups, masses = a.queries, a.keys, a.groups, a.masses
+    _check_limits([keys, a.values], queries)
     rows, heads, width = queries.shape
-    chunks = -(-longest // CHUNK_KEYS)
+    chunks = -(-a.longest // CHUNK_KEYS)
     measured = groups is not None and masses is not None
     work = _Workspace(
         sums=queries.new_empty(rows, heads, chunks, width),
@@ -173,20 +156,19 @@ def plan_attention(
         THREADS,
         (
             *(queries.data_ptr(), queries.stride(0)),
-            *_addresses(keys, values, biases, entries, starts),
+            *_addresses(keys, a.values, a.biases, a.entries, a.starts),
             *(keys.shape[0], heads // keys.shape[1]),
             *_addresses(work.sums, work.tops, work.masses, work.weights),
         ),
     )
-    parts = _addresses(work.sums, work.tops, work.masses, starts, result, work.scales)
+    parts = _addresses(work.sums, work.tops, work.masses, a.starts, result, work.scales)
     merge = Launch("merge_chunks", (heads, rows, 1), width, (*parts, chunks))
     launches = [attend, merge] if chunks else [merge]
     if chunks and groups is not None and masses is not None:
-        parts = _addresses(work.weights, work.scales, groups, starts, masses)
+        parts = _addresses(work.weights, work.scales, groups, a.starts, masses)
         arguments = (*parts, masses.shape[1], chunks)
         launches.append(Launch("measure_groups", (heads, rows, 1), THREADS, arguments))
-    holds = (work, queries, entries, starts)
-    return Plan("attention.cu", keys.device, tuple(launches) if rows else (), holds)
+    return Plan("attention.cu", keys.device, tuple(launches) if rows else (), (work, a))
 
 
 # ----------------------------------------------------------------------------------- score pass
@@ -244,7 +226,7 @@ def plan_scoring(
     starts = torch.arange(0, len(each) + 1, entries, device=slots.device)
     outputs = torch.empty_like(queries)
     plans = [
-        plan_attention(rows_of, k, v, None, each, starts, entries, None, None, out)
+        plan_attention(Attention(rows_of, k, v, None, each, starts, entries), out)
         for rows_of, k, v, out in zip(queries, keys, values, outputs, strict=True)
     ]
     grouped = outputs.view(layers, rows, kv_heads, group, width).transpose(1, 2)

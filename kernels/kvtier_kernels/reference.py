@@ -6,19 +6,10 @@ Signatures and errors are those of `kvtier_kernels`.
 import torch
 from torch import Tensor
 
+from kvtier_kernels.attended import Attention
 from kvtier_kernels.geometry import check
 from kvtier_kernels.plans import check_attention, check_moves, check_scoring
 from kvtier_kernels.scores import KeyScores
-
-
-def gather_blocks(
-    layers_k: list[Tensor], layers_v: list[Tensor], pages: Tensor, out: Tensor
-) -> None:
-    """Copies each page of every layer's pools into one contiguous block record."""
-    check(layers_k, layers_v, pages, out)
-    for layer, (keys, values) in enumerate(zip(layers_k, layers_v, strict=True)):
-        out[:, layer, 0] = keys[pages]
-        out[:, layer, 1] = values[pages]
 
 
 def scatter_blocks(
@@ -38,36 +29,27 @@ def move_entries(pools: list[Tensor], sources: Tensor, targets: Tensor) -> None:
         pool[targets] = pool[sources]
 
 
-def paged_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    biases: Tensor | None,
-    entries: Tensor,
-    starts: Tensor,
-    longest: int,
-    groups: Tensor | None = None,
-    masses: Tensor | None = None,
-) -> Tensor:
+def paged_attention(a: Attention) -> Tensor:
     """Lets each row of queries attend to its own entries, one row after another."""
-    check_attention(queries, keys, values, biases, entries, starts, groups, masses)
+    check_attention(a)
+    queries, keys, groups, masses = a.queries, a.keys, a.groups, a.masses
     rows, heads, width = queries.shape
     lanes = (keys.shape[1], heads // keys.shape[1], width)
     result = torch.zeros(rows, heads, width, device=queries.device)
-    bounds = starts.tolist()
+    bounds = a.starts.tolist()
     for row in range(rows):
         seen = slice(bounds[row], bounds[row + 1])
-        slots = entries[seen]
+        slots = a.entries[seen]
         if not len(slots):
             continue
-        if len(slots) > longest:
-            raise IndexError(f"row {row} has {len(slots)} entries, the longest {longest}")
+        if len(slots) > a.longest:
+            raise IndexError(f"row {row} has {len(slots)} entries, the longest {a.longest}")
         scaled = (queries[row] * width**-0.5).view(lanes)
         logits = scaled @ keys[slots].permute(1, 2, 0)
-        if biases is not None:
-            logits += biases[slots].T[:, None]
+        if a.biases is not None:
+            logits += a.biases[slots].T[:, None]
         shares = torch.softmax(logits, -1)
-        result[row] = (shares @ values[slots].transpose(0, 1)).view(heads, width)
+        result[row] = (shares @ a.values[slots].transpose(0, 1)).view(heads, width)
         if groups is not None and masses is not None:
             of_heads = masses.new_zeros(heads, masses.shape[1])
             of_heads.index_add_(1, groups[seen], shares.view(heads, -1))

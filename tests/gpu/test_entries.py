@@ -40,8 +40,8 @@ def test_gpu_attends_as_the_reference_does(width: int, group: int) -> None:
     for lengths in (LENGTHS, (1,), (0,), (), tuple(range(260, 324))):
         case = make_attention(width, group, lengths=lengths, biased=group % 2 == 0, group_count=5)
         gpu = case.to("cuda")
-        result = kvtier_kernels.paged_attention(*gpu.arguments())  # type: ignore[arg-type]
-        expected = kvtier_kernels.paged_attention(*case.arguments())  # type: ignore[arg-type]
+        result = kvtier_kernels.paged_attention(gpu)
+        expected = kvtier_kernels.paged_attention(case)
         torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-5)
         assert gpu.masses is not None and case.masses is not None
         torch.testing.assert_close(gpu.masses.cpu(), case.masses, rtol=1e-5, atol=1e-6)
@@ -49,7 +49,7 @@ def test_gpu_attends_as_the_reference_does(width: int, group: int) -> None:
 
 def test_on_a_gpu_neighbours_change_no_bit_of_a_row() -> None:
     case = make_attention(128, 4).to("cuda")
-    together = kvtier_kernels.paged_attention(*case.arguments())  # type: ignore[arg-type]
+    together = kvtier_kernels.paged_attention(case)
     for row, length in enumerate(LENGTHS):
         alone = replace(
             case,
@@ -58,7 +58,7 @@ def test_on_a_gpu_neighbours_change_no_bit_of_a_row() -> None:
             starts=torch.tensor([0, length], device="cuda"),
             longest=length,
         )
-        result = kvtier_kernels.paged_attention(*alone.arguments())  # type: ignore[arg-type]
+        result = kvtier_kernels.paged_attention(alone)
         assert torch.equal(result[0], together[row])
 
 

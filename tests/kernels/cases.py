@@ -6,6 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+import kvtier_kernels
+
 POOL_SLOTS = 331
 LENGTHS = (1, 63, 0, 64, 65, 200)
 WIDTHS = (32, 64, 128)
@@ -36,23 +38,8 @@ class Moves(OnDevice):
     targets: Tensor
 
 
-@dataclass(frozen=True)
-class Attention(OnDevice):
-    """Arguments of `paged_attention`."""
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    biases: Tensor | None
-    entries: Tensor
-    starts: Tensor
-    longest: int
-    groups: Tensor | None = None
-    masses: Tensor | None = None
-
-    def arguments(self) -> tuple[object, ...]:
-        """In the order of the call."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+class Attention(kvtier_kernels.Attention, OnDevice):
+    """What `paged_attention` is given."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "attention.cu"
-#include "gather_scatter.cu"
 #include "move_entries.cu"
+#include "scatter.cu"
 
 namespace {
 
@@ -55,9 +55,8 @@ extern "C" int emulate(const char* kernel, unsigned int x, unsigned int y, unsig
                        unsigned int threads, bool backwards, const Word* words) {
     const Request request = {kernel, {x, y, z}, threads, backwards, words};
     int outcome = -1;
-    const bool known = IS(gather_blocks) || IS(scatter_blocks) || IS(move_entries) ||
-                       IS(merge_chunks) || IS(measure_groups) || IS_FOR(32) || IS_FOR(64) ||
-                       IS_FOR(128);
+    const bool known = IS(scatter_blocks) || IS(move_entries) || IS(merge_chunks) ||
+                       IS(measure_groups) || IS_FOR(32) || IS_FOR(64) || IS_FOR(128);
     return known ? outcome : -1;
 }
 

@@ -14,12 +14,12 @@ from tests.kernels.emulation import Emulator, Outcome
 
 def run(emulator: Emulator, case: Attention, backwards: bool = False) -> tuple[Outcome, Tensor]:
     result = case.queries.new_empty(case.queries.shape)
-    plan = plan_attention(*case.arguments(), result)  # type: ignore[arg-type]
+    plan = plan_attention(case, result)
     return emulator.carry_out(plan, backwards), result
 
 
 def expected(case: Attention) -> Tensor:
-    return kvtier_kernels.paged_attention(*case.arguments())  # type: ignore[arg-type]
+    return kvtier_kernels.paged_attention(case)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -136,7 +136,7 @@ def test_tensors_that_do_not_fit_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=what):
         expected(case)
     with pytest.raises(ValueError, match=what):
-        plan_attention(*case.arguments(), case.queries)  # type: ignore[arg-type]
+        plan_attention(case, case.queries)
 
 
 def beyond_the_kernels() -> dict[str, Attention]:
@@ -156,4 +156,4 @@ def test_what_only_the_kernels_cannot_do_is_refused_for_them_alone(limit: str) -
     case = beyond_the_kernels()[limit]
     assert expected(case).shape == case.queries.shape
     with pytest.raises(ValueError, match=limit):
-        plan_attention(*case.arguments(), case.queries)  # type: ignore[arg-type]
+        plan_attention(case, case.queries)

@@ -1,10 +1,14 @@
-"""The models that the worker's tests run on."""
+"""The models that the worker's tests run on, and the daemon that keeps their KV."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+import kvtier_client as kv
+from kvtier_worker.daemon import OwnDaemon
 from kvtier_worker.model import Llama
-from tests.worker.tiny import tiny_model
+from tests.worker.tiny import ROOMY, WAIT_S, tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,3 +20,16 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny() -> Llama:
     return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnDaemon]:
+    """One for all tests of a file; a file whose tests want it empty has its own."""
+    with OwnDaemon(str(tmp_path_factory.mktemp("daemon")), ROOMY, memory="holder") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: OwnDaemon) -> Iterator[kv.Client]:
+    with kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S) as client:
+        yield client

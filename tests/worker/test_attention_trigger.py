@@ -1,15 +1,12 @@
 """Attention to a folded step brings it back, and hysteresis keeps that from thrashing."""
 
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import kvtier_client as kv
-from kvtier_worker.daemon import OwnDaemon
 from kvtier_worker.engine import Engine
 from kvtier_worker.folding import AttentionTrigger, FoldPolicy
 from kvtier_worker.model import Watch
@@ -17,17 +14,7 @@ from kvtier_worker.swap import DaemonStore
 from kvtier_worker.thoughts import Form
 from kvtier_worker.tile import Row, build_tile
 from tests.worker.test_fold import KEEP, MODEL, RULES, submit_all
-from tests.worker.test_swap import ROOMY, WAIT_S
-from tests.worker.tiny import CPU, forward, slots_of, tiny_pool
-
-
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[kv.Client]:
-    with (
-        OwnDaemon(str(tmp_path), ROOMY) as daemon,
-        kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S) as client,
-    ):
-        yield client
+from tests.worker.tiny import CPU, WAIT_S, forward, slots_of, tiny_pool
 
 
 def trigger_engine(client: kv.Client, pages: int, trigger: AttentionTrigger) -> Engine:

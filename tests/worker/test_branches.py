@@ -1,8 +1,6 @@
 """Branches of a thought: shared pages and blocks, and each as if it were alone."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,22 +19,9 @@ from kvtier_worker.swap import DaemonStore
 from kvtier_worker.thoughts import Event, Form
 from tests.worker.naive import Naive
 from tests.worker.test_fold import FOLDING, KEEP, MODEL
-from tests.worker.test_swap import ROOMY, WAIT_S
-from tests.worker.tiny import lively, random_prompts, tiny_engine, tiny_pool
+from tests.worker.tiny import WAIT_S, lively, random_prompts, tiny_engine, tiny_pool
 
 NEW_TOKENS = 50
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[OwnDaemon]:
-    with OwnDaemon(str(tmp_path), ROOMY) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(daemon: OwnDaemon) -> Iterator[kv.Client]:
-    with kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S) as client:
-        yield client
 
 
 def branch_engine(client: kv.Client, pages: int, running: int = 8) -> Engine:

@@ -1,7 +1,6 @@
 """The commands as they are typed: the demo shows what it promises, sessions resume by token."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -9,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvtier_worker.__main__ import main
-from kvtier_worker.daemon import OwnDaemon, sizes_for
+from kvtier_worker.daemon import OwnDaemon
 from kvtier_worker.demo import DemoReport, find_failures
 from tests.worker.tiny import write_hugging_face
 
@@ -26,12 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("tiny")
     write_hugging_face(str(directory))
     return str(directory)
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[OwnDaemon]:
-    with OwnDaemon(str(tmp_path), sizes_for(12_288, 4 << 20, 16 << 20)) as daemon:
-        yield daemon
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +134,29 @@ def test_budgets_under_which_nothing_can_be_said_are_refused(
     assert done.exit_code == code and told in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["generate", "--prompt", "Why?", "--temperature", "-1"], "temperature -1.0"),
+        (["generate", "--prompt", "Why?", "--temperature", "nan"], "temperature nan"),
+        (["generate", "--prompt", "Why?", "--suspend-after", "3"], "needs --daemon"),
+        (["demo", "--out", "/nowhere/run.json"], "'/nowhere/run.json' cannot be written"),
+        (["demo", "--out", "/"], "'/' cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_told_before_any_work(command: list[str], told: str) -> None:
+    done = worker(*command, "--model", "/nowhere")
+    assert done.exit_code == 2 and told in done.stderr and "Usage: " in done.stderr
+
+
 def test_errors_are_told_in_one_line(model: str, daemon: OwnDaemon, tmp_path: Path) -> None:
     missing = worker("generate", "--model", str(tmp_path), "--prompt", "Why?")
     assert missing.exit_code == 1
     assert missing.stderr.startswith("error: no model at")
+    nothing = worker("generate", "--model", model, "--prompt", "")
+    assert nothing.exit_code == 1 and nothing.stderr.startswith("error: the prompt is empty")
+    other = CliRunner().invoke(main, ["eval", "--model", model, "--out", str(tmp_path / "e.json")])
+    assert other.exit_code == 1 and "does not know the reasoning task" in other.stderr
     unknown = worker(
         "resume", "--model", model, "--token", "00" * 16, "--daemon", daemon.socket_path
     )

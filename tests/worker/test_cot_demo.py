@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,12 +11,13 @@ from click.testing import CliRunner, Result
 
 from kvtier_worker.__main__ import main
 from kvtier_worker.cot.contest import Policy, bound
-from kvtier_worker.cot.demo import ThoughtReport, ThoughtRun, find_failures
+from kvtier_worker.cot.demo import ThoughtPlan, ThoughtReport, ThoughtRun, find_failures
 from kvtier_worker.cot.shipped import shipped_model_path
-from kvtier_worker.cot.task import SESSION_1K, SESSION_4K
+from kvtier_worker.cot.task import SESSION_1K, SESSION_4K, Size
 from kvtier_worker.metrics import Clock
 
 SESSIONS = 10
+SHORT = Size(steps=4, rows=12)
 TIMED = ("folded steps made it slower", "folded steps let only")
 """What is averaged over time; tests/worker/test_admission.py counts who runs, step by step."""
 
@@ -96,7 +98,10 @@ def test_it_fails_on_what_it_must_not_show(report: ThoughtReport) -> None:
         assert len(broken(policy, run)) == 1
 
 
-def test_a_model_without_the_training_is_warned_of_once(tmp_path: Path) -> None:
+def test_a_model_without_the_training_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_worker.cot.demo.ThoughtPlan", partial(ThoughtPlan, size=SHORT))
     shutil.copytree(shipped_model_path(), tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     del config["fold_trained_keep"]

@@ -22,8 +22,8 @@ from kvtier_worker.metrics import RunFigures
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.swap import DaemonStore
 from kvtier_worker.tile import Slots
-from tests.worker.test_swap import MODEL, PAGES, ROOMY, SHAPE, WAIT_S, finish
-from tests.worker.tiny import CPU, tiny_engine
+from tests.worker.test_swap import MODEL, PAGES, finish
+from tests.worker.tiny import CPU, ROOMY, SHAPE, WAIT_S, tiny_engine
 
 
 @dataclass(slots=True)

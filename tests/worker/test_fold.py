@@ -150,8 +150,11 @@ def test_without_a_daemon_an_unfold_is_refused_and_the_sequence_goes_on() -> Non
         engine.step()
     with pytest.raises(CannotUnfold, match="--daemon"):
         engine.unfold(sequence, 0)
-    with pytest.raises(CannotUnfold, match="does not exist"):
-        engine.unfold(sequence, 99)
+    for number in (-1, 99):
+        with pytest.raises(CannotUnfold, match="does not exist"):
+            engine.unfold(sequence, number)
+        with pytest.raises(CannotUnfold, match="does not exist"):
+            engine.refold(sequence, number)
     engine.run()
     with pytest.raises(CannotUnfold, match="finished"):
         engine.unfold(sequence, 0)
@@ -163,7 +166,7 @@ def test_a_request_larger_than_the_pool_is_taken_for_as_long_as_its_folds_leave_
     sequence = engine.submit(random_prompts(1)[0][:10], 200, lively(0))
     engine.run(on_step=check_books)
     assert sequence.failure is None or isinstance(sequence.failure, PoolTooSmall)
-    assert sequence in engine.finished
+    assert sequence.state is State.FINISHED and engine.figures("fold").sessions == 1
     assert engine.pool.free_pages == engine.pool.pages
 
 

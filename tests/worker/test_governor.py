@@ -310,13 +310,12 @@ def test_a_probe_that_fails_is_switched_off_and_the_session_goes_on(
 
     policy = replace(POLICY, probe=Probe(ask, every_tokens=2))
     engine = tiny_engine(MODEL, 200, governing=policy)
-    for _ in range(2):
-        engine.submit(PROMPT, 60, lively(0), budget=Budget(tokens=10))
+    sequences = [engine.submit(PROMPT, 60, lively(0), budget=Budget(tokens=10)) for _ in range(2)]
     engine.run()
     assert sorted(calls) == [1, 2]
     figures = engine.figures("x").budgets
     assert figures.probe_failures == 2 and figures.probe == 0
-    for sequence in engine.finished:
+    for sequence in sequences:
         assert course_of(sequence).probe_failed and "probe: " in (course_of(sequence).problem or "")
         assert sequence.generated == governed()[1].generated
 

@@ -1,7 +1,7 @@
 """Whatever becomes of a governed thought on the way, it lands as it would have landed alone."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +27,16 @@ from kvtier_worker.swap import DaemonStore
 from kvtier_worker.thoughts import Form
 from tests.worker.test_fold import FOLDING, MODEL
 from tests.worker.test_scheduler import DictStore, check_books
-from tests.worker.test_swap import ROOMY, WAIT_S, step_until
-from tests.worker.tiny import BLOCK_TOKENS, lively, random_prompts, tiny_engine, tiny_pool
+from tests.worker.test_swap import step_until
+from tests.worker.tiny import (
+    BLOCK_TOKENS,
+    ROOMY,
+    WAIT_S,
+    lively,
+    random_prompts,
+    tiny_engine,
+    tiny_pool,
+)
 
 CONTROL = (250, 12, 251, 24, 253)  # two of them end a step
 QUESTION = 253
@@ -184,19 +192,6 @@ def test_pruned_and_parked_thoughts_keep_the_rest_as_it_is(
 
 
 # ------------------------------------------------------------------------ suspend and resume
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnDaemon]:
-    path = tmp_path_factory.mktemp("daemon")
-    with OwnDaemon(str(path), ROOMY, memory="holder") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(daemon: OwnDaemon) -> Iterator[kv.Client]:
-    with kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S) as client:
-        yield client
 
 
 def daemon_engine(

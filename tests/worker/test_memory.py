@@ -6,7 +6,7 @@ of a reference cycle would stay until then.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -18,31 +18,21 @@ from kvtier_worker.branches import Family, Node
 from kvtier_worker.cot.answers import Answerer
 from kvtier_worker.cot.shipped import shipped_model_path
 from kvtier_worker.cot.task import Problem, Size, sample_problem
-from kvtier_worker.daemon import OwnDaemon, sizes_for
 from kvtier_worker.engine import Engine
 from kvtier_worker.entries import Entries
 from kvtier_worker.errors import SearchFailed
 from kvtier_worker.load import load_model
+from kvtier_worker.metrics import GAPS_MAX, Clock
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.scheduler import Limits
 from kvtier_worker.sequence import Sequence
 from kvtier_worker.swap import DaemonStore
 from tests.worker.searching import MODEL, NAMES, QUESTION, strategies
 from tests.worker.test_search_daemon import FOLDING, engine_on
-from tests.worker.test_swap import SHAPE, WAIT_S, finish
-from tests.worker.tiny import tiny_pool
+from tests.worker.test_swap import PROMPTS, finish
+from tests.worker.tiny import WAIT_S, tiny_pool
 
 KINDS = (Engine, PagedPool, DaemonStore, Sequence, Entries, Family, Node, kv.Session)
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kv.Client]:
-    sizes = sizes_for(SHAPE.block_bytes, 8 << 20, 8 << 20)
-    with (
-        OwnDaemon(str(tmp_path_factory.mktemp("daemon")), sizes) as daemon,
-        kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S) as client,
-    ):
-        yield client
 
 
 def objects() -> Counter[str]:
@@ -72,6 +62,21 @@ def test_preempted_and_forked_sequences_leave_nothing(client: kv.Client) -> None
         assert figures.preemptions and figures.folding.folds
 
     assert_leaves_nothing(work)
+
+
+def test_an_engine_remembers_nothing_of_what_has_ended(client: kv.Client) -> None:
+    pool = tiny_pool(MODEL, 14)
+    engine = Engine(MODEL, pool, DaemonStore(client, pool, MODEL.config.name, WAIT_S))
+    finish(engine)
+    assert_leaves_nothing(lambda: finish(engine))
+    assert engine.figures("swap").sessions == 2 * len(PROMPTS)
+
+
+def test_a_clock_knows_the_last_gaps_only() -> None:
+    clock, last_s = Clock(), None
+    for _ in range(GAPS_MAX + 9):
+        last_s = clock.token(last_s)
+    assert len(clock._gaps_s) == GAPS_MAX and clock.tokens == GAPS_MAX + 9
 
 
 @pytest.mark.parametrize("name", NAMES)

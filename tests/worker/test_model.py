@@ -1,5 +1,6 @@
 """The model computes what a Llama computes, from either file format."""
 
+import json
 import os
 from pathlib import Path
 
@@ -131,6 +132,40 @@ def test_other_weights_are_another_model_to_the_daemon(tmp_path: Path) -> None:
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="no model at"):
         load_model(os.fspath(tmp_path), CPU)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        [],
+        {},
+        HF_CONFIG | {"num_attention_heads": "four"},
+        HF_CONFIG | {"num_attention_heads": 0, "head_dim": None},
+        HF_CONFIG | {"num_hidden_layers": 0},
+        HF_CONFIG | {"num_hidden_layers": 4},
+        HF_CONFIG | {"num_key_value_heads": 3},
+        HF_CONFIG | {"num_key_value_heads": 4},
+        HF_CONFIG | {"vocab_size": 255},
+        HF_CONFIG | {"intermediate_size": 127},
+        HF_CONFIG | {"hidden_size": 63},
+        HF_CONFIG | {"head_dim": 15},
+        HF_CONFIG | {"max_position_embeddings": "many"},
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(tmp_path: Path, config: object) -> None:
+    write_hugging_face(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"cannot be loaded|has model_type = None"):
+        load_model(str(tmp_path), CPU)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"no model at all"])
+def test_a_gguf_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "torn.gguf"
+    path.write_bytes(content)
+    with pytest.raises(UnsupportedModel, match="cannot be loaded"):
+        load_model(str(path), CPU)
+    assert os.listdir(tmp_path) == ["torn.gguf"]
 
 
 def test_two_seeds_are_two_models() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtier_worker.engine import Engine
-from kvtier_worker.errors import CannotSuspend, PoolTooSmall, QueueFull, TooLong
+from kvtier_worker.errors import BadPrompt, CannotSuspend, PoolTooSmall, QueueFull, TooLong
 from kvtier_worker.model import Llama
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.sampler import Sampling
@@ -170,6 +170,16 @@ def test_what_could_never_finish_is_refused_at_once(tiny: Llama) -> None:
         engine.submit([1] * 10, 55, Sampling())
     with pytest.raises(TooLong, match="2048 positions"):
         engine.submit([1] * 10, 2039, Sampling())
+
+
+@pytest.mark.parametrize("prompt", [[], [3, 256], [-1]])
+def test_a_prompt_that_the_model_cannot_read_is_refused_at_once(
+    tiny: Llama, prompt: list[int]
+) -> None:
+    engine = tiny_engine(tiny, 4)
+    with pytest.raises(BadPrompt, match=r"\(0 to 255\)"):
+        engine.submit(prompt, 5, sampling_of(0))
+    assert not engine.step()
 
 
 def test_the_queue_has_a_limit(tiny: Llama) -> None:

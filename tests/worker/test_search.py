@@ -8,6 +8,7 @@ import pytest
 
 from kvtier_worker.engine import Engine
 from kvtier_worker.errors import (
+    BadPrompt,
     BadSearch,
     BadStepRules,
     PoolTooSmall,
@@ -319,7 +320,7 @@ def test_what_the_engine_refuses_is_its_own_error() -> None:
         search.search(engine, QUESTION)
     with pytest.raises(TooLong):
         search.search(engine, Question(PROMPT, 5000))
-    with pytest.raises(BadSearch, match="tokens that the model has not"):
+    with pytest.raises(BadPrompt, match="tokens that the model has not"):
         search.search(engine, Question((256,), 5))
     unknown = StepRules(delimiters=((999,),))
     with pytest.raises(BadStepRules):

@@ -32,8 +32,7 @@ from tests.worker.searching import (
     strategies,
     undisturbed,
 )
-from tests.worker.test_swap import SHAPE, WAIT_S
-from tests.worker.tiny import tiny_engine, tiny_pool
+from tests.worker.tiny import ROOMY, SHAPE, WAIT_S, tiny_engine, tiny_pool
 
 FOLDING = FoldPolicy(RULES, keep=3)
 PAGES = 60
@@ -45,12 +44,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnDaemon]:
     sizes = sizes_for(SHAPE.block_bytes, 0, 64 << 20)
     with OwnDaemon(str(tmp_path_factory.mktemp("daemon")), sizes) as daemon:
         yield daemon
-
-
-@pytest.fixture
-def client(daemon: OwnDaemon) -> Iterator[kv.Client]:
-    with kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S) as client:
-        yield client
 
 
 class Unparked(Engine):
@@ -204,14 +197,14 @@ def test_an_interrupt_while_it_computes_leaves_nothing_either(
 def test_what_the_daemon_loses_is_computed_again_and_the_search_finds_the_same(
     tmp_path: Path,
 ) -> None:
-    sizes = sizes_for(SHAPE.block_bytes, 4 << 20, 64 << 20)
-    with OwnDaemon(str(tmp_path), sizes) as daemon:
-        client = kv.Client(daemon.socket_path, name="test", deadline_s=0.2)
+    with OwnDaemon(str(tmp_path), ROOMY) as daemon:
+        client = kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S)
         pool = tiny_pool(MODEL, PAGES)
         engine = Engine(MODEL, pool, DaemonStore(client, pool, MODEL.config.name, wait_s=0.1))
 
         def killing(call: int) -> bool:
             if call == 2:
+                client._core.deadline_s = 0.2
                 daemon.kill()
             return False
 
@@ -228,9 +221,8 @@ def test_what_the_daemon_loses_is_computed_again_and_the_search_finds_the_same(
 def test_a_search_that_ends_while_the_daemon_is_away_leaves_nothing_with_it_when_it_is_back(
     tmp_path: Path, name: str
 ) -> None:
-    sizes = sizes_for(SHAPE.block_bytes, 4 << 20, 64 << 20)
-    with OwnDaemon(str(tmp_path), sizes, memory="holder") as daemon:
-        client = kv.Client(daemon.socket_path, name="test", deadline_s=0.1)
+    with OwnDaemon(str(tmp_path), ROOMY, memory="holder") as daemon:
+        client = kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S)
         pool = tiny_pool(MODEL, 5)
         store = DaemonStore(client, pool, MODEL.config.name, wait_s=0.1)
         engine = Engine(MODEL, pool, store, Limits(running=3), FOLDING)
@@ -240,6 +232,7 @@ def test_a_search_that_ends_while_the_daemon_is_away_leaves_nothing_with_it_when
         def killing(call: int) -> bool:
             if call == 1:
                 sessions.append(kept(daemon)[0])
+                client._core.deadline_s = 0.1
                 daemon.kill()
             return False
 

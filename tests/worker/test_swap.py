@@ -10,13 +10,16 @@ import pytest
 import kvtier_client as kv
 from kvtier_client.admin import AdminClient
 from kvtier_worker.daemon import OwnDaemon, Sizes, sizes_for
-from kvtier_worker.engine import Engine, block_shape
+from kvtier_worker.engine import Engine
 from kvtier_worker.errors import CannotSuspend, DaemonFailed
 from kvtier_worker.pool import PagedPool
 from kvtier_worker.sequence import Sequence, State
 from kvtier_worker.swap import DaemonStore
 from tests.worker.tiny import (
     BLOCK_TOKENS,
+    ROOMY,
+    SHAPE,
+    WAIT_S,
     random_prompts,
     sampling_of,
     tiny_engine,
@@ -25,12 +28,9 @@ from tests.worker.tiny import (
 )
 
 MODEL = tiny_model()
-SHAPE = block_shape(MODEL, BLOCK_TOKENS)
 PROMPTS = random_prompts(8)
 NEW_TOKENS: Final = 60
 PAGES: Final = 14
-WAIT_S: Final = 20.0
-ROOMY: Final = sizes_for(SHAPE.block_bytes, 4 << 20, 64 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,9 @@ def expected() -> list[list[int]]:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[OwnDaemon]:
+    """One for each test: some leave sessions in it."""
     with OwnDaemon(str(tmp_path), ROOMY, memory="holder") as daemon:
         yield daemon
-
-
-@pytest.fixture
-def client(daemon: OwnDaemon) -> Iterator[kv.Client]:
-    with kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S) as client:
-        yield client
 
 
 def swap_engine(client: kv.Client, pool: PagedPool | None = None) -> Engine:
@@ -212,11 +207,12 @@ def test_a_daemon_that_goes_away_for_good_costs_recomputation_only(
     tmp_path: Path, expected: list[list[int]]
 ) -> None:
     with OwnDaemon(str(tmp_path), ROOMY) as daemon:
-        client = kv.Client(daemon.socket_path, name="test", deadline_s=0.2)
+        client = kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S)
         pool = tiny_pool(MODEL, PAGES)
         engine = Engine(MODEL, pool, DaemonStore(client, pool, MODEL.config.name, wait_s=0.1))
         sequences = submit_all(engine)
         step_until(engine, lambda: any(s.state is State.SWAPPED for s in sequences))
+        client._core.deadline_s = 0.2
         daemon.kill()
         engine.run()
         client.close()

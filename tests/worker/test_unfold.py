@@ -1,6 +1,6 @@
 """Folded steps come back from a real daemon bit by bit; without them the thought goes on."""
 
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -12,31 +12,28 @@ from kvtier_client import blocking
 from kvtier_client.admin import AdminClient
 from kvtier_worker.daemon import OwnDaemon, sizes_for
 from kvtier_worker.engine import Engine
-from kvtier_worker.errors import CannotUnfold
+from kvtier_worker.errors import CannotSuspend, CannotUnfold, PoolTooSmall
 from kvtier_worker.folding import FoldPolicy
 from kvtier_worker.sequence import Sequence, State
+from kvtier_worker.steps import StepRules
 from kvtier_worker.swap import DaemonStore
 from kvtier_worker.thoughts import Form, Step
 from kvtier_worker.tile import Slots
-from tests.worker.test_fold import FOLDING, KEEP, MODEL, RULES, finish, submit_all
+from tests.worker.test_fold import (
+    FOLDING,
+    KEEP,
+    MODEL,
+    NEW_TOKENS,
+    RULES,
+    finish,
+    submit_all,
+)
 from tests.worker.test_scheduler import check_books
-from tests.worker.test_swap import ROOMY, SHAPE, WAIT_S, fill_up, step_until
-from tests.worker.tiny import slots_of, tiny_engine, tiny_pool
+from tests.worker.test_swap import fill_up, step_until
+from tests.worker.tiny import ROOMY, SHAPE, WAIT_S, slots_of, tiny_engine, tiny_pool
 
 ROOM: Final = 200
 TIGHT: Final = 14
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnDaemon]:
-    with OwnDaemon(str(tmp_path_factory.mktemp("daemon")), ROOMY) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def client(daemon: OwnDaemon) -> Iterator[kv.Client]:
-    with kv.Client(daemon.socket_path, name="test", deadline_s=WAIT_S) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +288,34 @@ def test_a_suspended_fold_is_resumed_by_another_worker(
         assert tenant["sessions"] == tenant["held_blocks"] == 0
 
 
+def test_steps_that_other_rules_end_begin_behind_those_that_were_there(client: kv.Client) -> None:
+    engine = fold_engine(client)
+    sequence = submit_all(engine, 1)[0]
+    step_to_folds(engine, sequence, 2)
+    before = [(step.first, step.end) for step in sequence.thoughts.steps]
+    anything = StepRules(delimiters=tuple((token,) for token in range(256)), least_tokens=23)
+    other = fold_engine(client, folding=FoldPolicy(anything, keep=KEEP))
+    resumed = other.resume(engine.suspend(sequence))
+    other.run(on_step=check_books)
+    steps = [(step.first, step.end) for step in resumed.thoughts.steps]
+    assert steps[: len(before)] == before and len(steps) > len(before)
+    assert all(end <= first for (_, end), (first, _) in pairwise(steps))
+
+
+def test_a_token_that_was_refused_is_still_good(client: kv.Client) -> None:
+    engine = fold_engine(client)
+    sequence = submit_all(engine, 1)[0]
+    step_to_folds(engine, sequence, 2)
+    token = engine.suspend(sequence)
+    small = fold_engine(client, pages=3)
+    with pytest.raises(PoolTooSmall):
+        small.resume(token)
+    resumed = engine.resume(token)
+    engine.run(on_step=check_books)
+    assert resumed.state is State.FINISHED and len(resumed.generated) == NEW_TOKENS
+    assert engine.figures("fold").recomputed_tokens == 0
+
+
 def unfold_all_at_60(engine: Engine, sequences: list[Sequence]) -> None:
     """When a sequence has 60 new tokens its first folded step is unfolded, and pinned."""
     waiting = set(sequences)
@@ -310,4 +335,6 @@ def test_an_unfold_of_a_pruned_sequence_is_refused(client: kv.Client) -> None:
     engine.prune(sequence)
     with pytest.raises(CannotUnfold, match="pruned"):
         engine.unfold(sequence, 0)
+    with pytest.raises(CannotSuspend, match="pruned"):
+        engine.suspend(sequence)
     assert engine.pool.free_pages == engine.pool.pages

@@ -1,17 +1,18 @@
 """An unfold that was asked for happens before its token, whatever happens to the KV until then."""
 
 import pytest
+import torch
 
 import kvtier_client as kv
 from kvtier_worker.engine import Engine
 from kvtier_worker.entries import Entries
+from kvtier_worker.errors import CannotUnfold
 from kvtier_worker.sequence import Sequence, State
 from kvtier_worker.thoughts import Event, Form, Thoughts
 from tests.worker.test_fold import submit_all
 from tests.worker.test_scheduler import check_books
-from tests.worker.test_unfold import client, daemon, fold_engine, step_to_folds
-
-__all__ = ["client", "daemon"]
+from tests.worker.test_swap import step_until
+from tests.worker.test_unfold import fold_engine, step_to_folds
 
 
 def ask(client: kv.Client) -> tuple[Engine, Sequence, int]:
@@ -61,6 +62,73 @@ def test_one_that_is_taken_back_meanwhile_does_not_happen(
     engine.run(on_step=check_books)
     assert engine.figures("fold").folding.unfolds == 0
     assert sequence.generated != undisturbed(client)
+
+
+def test_one_that_is_asked_for_while_kv_is_lost_happens_as_if_it_was_not(
+    client: kv.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = fold_engine(client)
+    sequence = submit_all(engine, 1)[0]
+    number = step_to_folds(engine, sequence, 2)[0]
+    lose(engine, sequence, monkeypatch)
+    with pytest.raises(CannotUnfold, match="was never folded"):
+        engine.unfold(sequence, 0)  # it is shorter than what would stay of it
+    engine.unfold(sequence, number, pinned=True)
+    engine.run(on_step=check_books)
+    assert sequence.generated == undisturbed(client)
+    assert [(note.cause, note.restored) for note in engine.folder.notes] == [("asked", True)]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_one_that_is_asked_for_where_a_fold_is_due_comes_behind_that_fold(
+    client: kv.Client, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    def run(lost: bool) -> tuple[list[int], list[Event]]:
+        engine = fold_engine(client)
+        sequence = submit_all(engine, 1)[0]
+        number = step_to_folds(engine, sequence, 2)[0]
+        engine.unfold(sequence, number, pinned=True)
+        engine.step()
+        engine.refold(sequence, number)
+        thoughts = sequence.thoughts
+        step_until(engine, lambda: thoughts.steps[-1].end == sequence.computed_tokens)
+        assert thoughts.decided < len(thoughts.steps)
+        engine.unfold(sequence, number, pinned)
+        if lost:
+            lose(engine, sequence, monkeypatch)
+        engine.run(on_step=check_books)
+        return sequence.generated, thoughts.events
+
+    assert run(lost=True) == run(lost=False)
+
+
+def test_a_step_that_is_folded_again_out_of_the_pool_is_seen_no_more_from_there(
+    client: kv.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(lost: bool) -> tuple[list[int], torch.Tensor]:
+        engine, sequence, number = ask(client)
+        step_until(engine, lambda: len(sequence.tokens) >= 104)
+        engine.park(sequence)
+        engine.refold(sequence, number)
+        engine.wake(sequence)
+        step_until(engine, lambda: len(sequence.tokens) >= 109)
+        if lost:
+            lose(engine, sequence, monkeypatch)
+            step_until(engine, lambda: len(sequence.tokens) >= 110)
+        else:
+            engine.step()
+        return sequence.tokens, engine.pool.read_entries(sequence.kv.slots)
+
+    (tokens, entries), (undisturbed_tokens, undisturbed_entries) = run(True), run(False)
+    assert tokens == undisturbed_tokens
+    assert torch.equal(entries, undisturbed_entries)
+
+
+def test_a_fork_knows_why_its_step_is_wanted(client: kv.Client) -> None:
+    engine, sequence, _ = ask(client)
+    engine.fork(sequence)
+    engine.step()
+    assert [note.cause for note in engine.folder.notes] == ["asked", "asked"]
 
 
 def test_one_for_which_there_is_no_room_any_more_is_forgone(

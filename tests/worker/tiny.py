@@ -2,7 +2,7 @@
 
 import json
 import os
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -10,11 +10,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from kvtier_worker.daemon import sizes_for
 from kvtier_worker.engine import Engine, block_shape
 from kvtier_worker.folding import FoldPolicy
 from kvtier_worker.governor import GovernPolicy
 from kvtier_worker.model import Llama, ModelConfig
-from kvtier_worker.pool import PagedPool
+from kvtier_worker.pool import BlockShape, PagedPool
 from kvtier_worker.sampler import Sampling
 from kvtier_worker.scheduler import Limits
 from kvtier_worker.store import KvStore, RecomputeStore
@@ -36,6 +37,15 @@ HF_CONFIG: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "fold_trained_keep": 1,
 }
+SHAPE: Final = BlockShape(
+    HF_CONFIG["num_hidden_layers"],
+    BLOCK_TOKENS,
+    HF_CONFIG["num_key_value_heads"],
+    HF_CONFIG["head_dim"],
+)
+ROOMY: Final = sizes_for(SHAPE.block_bytes, 4 << 20, 64 << 20)
+"""A daemon that holds all that a test stores."""
+WAIT_S: Final = 20.0
 
 
 def tiny_weights(seed: int = 0) -> dict[str, Tensor]:

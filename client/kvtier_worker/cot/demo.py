@@ -19,6 +19,7 @@ from kvtier_worker.cot.vocabulary import STOP_TOKEN, text_of
 from kvtier_worker.daemon import sizes_for
 from kvtier_worker.demo import ARENA_SHARE, Progress, daemon_clients
 from kvtier_worker.engine import Engine
+from kvtier_worker.errors import UnsupportedModel
 from kvtier_worker.load import LoadedModel
 from kvtier_worker.metrics import RunFigures
 from kvtier_worker.model import Llama
@@ -74,6 +75,15 @@ class ThoughtReport(msgspec.Struct, frozen=True):
 def knows_the_task(loaded: LoadedModel) -> bool:
     """Whether a model speaks the language of the reasoning task."""
     return loaded.tokenizer.decode([STOP_TOKEN]) == text_of(STOP_TOKEN)
+
+
+def require_the_task(loaded: LoadedModel) -> None:
+    """Errors: UnsupportedModel for a model of another task."""
+    if not knows_the_task(loaded):
+        raise UnsupportedModel(
+            f"{loaded.model.config.name} does not know the reasoning task, whose solutions are"
+            " judged here; take the shipped model"
+        )
 
 
 def run_thoughts(model: Llama, plan: ThoughtPlan, progress: Progress) -> ThoughtReport:

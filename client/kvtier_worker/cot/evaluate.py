@@ -24,6 +24,7 @@ import torch
 
 import kvtier_client as kv
 from kvtier_worker.cot.answers import BLOCK_TOKENS, Answerer, Attended, Folded, Full
+from kvtier_worker.cot.demo import require_the_task
 from kvtier_worker.cot.policy import KEEP
 from kvtier_worker.cot.task import SESSION_1K, Problem, Size, sample_problem
 from kvtier_worker.cot.verdict import Verdict, judge, paired_answers, right_pairs
@@ -127,7 +128,9 @@ def evaluate(
     `pairs` is rounded up to whole chunks. Answers that the file `out` has are not given again.
     Errors: UnsupportedModel, DaemonFailed; those of the client.
     """
-    model = load_model(model_path, torch.device("cpu")).model
+    loaded = load_model(model_path, torch.device("cpu"))
+    require_the_task(loaded)
+    model = loaded.model
     if not model.config.folds_to(KEEP):
         warnings.warn(UntrainedFold(model.config.name, KEEP), stacklevel=2)
     about = About(model.config.name, size.steps, size.rows, chunk_problems)

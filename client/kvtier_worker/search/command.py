@@ -2,8 +2,7 @@
 
 from rich.console import Console
 
-from kvtier_worker.cot.demo import knows_the_task
-from kvtier_worker.errors import UnsupportedModel
+from kvtier_worker.cot.demo import require_the_task
 from kvtier_worker.load import LoadedModel
 from kvtier_worker.search.show import outcome_tree, trial_table
 from kvtier_worker.search.trial import TrialPlan, run_trial
@@ -11,11 +10,7 @@ from kvtier_worker.search.trial import TrialPlan, run_trial
 
 def search_and_show(loaded: LoadedModel, plan: TrialPlan) -> None:
     """Errors: UnsupportedModel for a model of another task; those of `run_trial`."""
-    if not knows_the_task(loaded):
-        raise UnsupportedModel(
-            f"{loaded.model.config.name} does not know the reasoning task, whose solutions are"
-            " searched and verified here; take the shipped model"
-        )
+    require_the_task(loaded)
     console = Console()
     runs = run_trial(
         loaded.model, plan, lambda name: console.print(f"{name}: all problems are searched")

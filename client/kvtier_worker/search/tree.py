@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from kvtier_worker.engine import Engine
-from kvtier_worker.errors import BadSearch, CannotFork, SearchFailed
+from kvtier_worker.errors import CannotFork, SearchFailed
 from kvtier_worker.search.outcome import BranchReport, Fate, Outcome, SearchFigures
 from kvtier_worker.search.question import BRANCHES_MAX, Question, Verifier
 from kvtier_worker.sequence import AT_REST, Sequence, State
@@ -64,12 +64,9 @@ class SearchTree:
     """Makes branches on an engine, and ends all of them on exit: nothing of them is left then."""
 
     def __init__(self, engine: Engine, question: Question, rules: StepRules | None = None) -> None:
-        """Without `rules` branches grow to their ends. Errors: BadSearch; BadStepRules."""
-        vocab = engine.model.config.vocab
-        if not all(0 <= token < vocab for token in question.prompt):
-            raise BadSearch(f"the prompt has tokens that the model has not (0 to {vocab - 1})")
+        """Without `rules` branches grow to their ends. Errors: BadStepRules."""
         if rules is not None:
-            rules.check(vocab)
+            rules.check(engine.model.config.vocab)
         self.question = question
         self._engine = engine
         self._rules = rules
@@ -97,7 +94,7 @@ class SearchTree:
     def plant(self) -> Branch:
         """The first branch: it computes the prompt, once for all of them, and rests.
 
-        Errors: TooLong; PoolTooSmall; QueueFull.
+        Errors: BadPrompt; TooLong; PoolTooSmall; QueueFull.
         """
         asked, engine = self.question, self._engine
         sequence = engine.submit(

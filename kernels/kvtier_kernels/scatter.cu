@@ -1,4 +1,4 @@
-// The swap path's copies: pages of an engine's paged pools to contiguous block records, and back.
+// The copy of a swap-in: contiguous block records to pages of an engine's paged pools.
 //
 // A record holds, for each layer, K then V of one page; the pools' addresses stand in that order
 // (K and V of layer 0, K and V of layer 1, ...). A page's K or V lies in the pool as outer x inner
@@ -12,7 +12,7 @@
 // small array of integers describes a launch (see geometry.py).
 struct Copy {
     const long long* pages;
-    unsigned char* records;
+    const unsigned char* records;
     long long parts;  // layers x 2
     long long record_count;
     long long record_stride_bytes;
@@ -50,7 +50,6 @@ __device__ void copy_run(unsigned char* to, const unsigned char* from, long long
     }
 }
 
-template <bool to_records>
 __device__ void copy_segment(const Copy& copy, const unsigned long long* pools, long long segment) {
     const long long record = segment / copy.parts;
     const long long part = segment % copy.parts;
@@ -60,28 +59,23 @@ __device__ void copy_segment(const Copy& copy, const unsigned long long* pools, 
     }
     unsigned char* pool =
         reinterpret_cast<unsigned char*>(pools[part]) + page * copy.page_stride_bytes;
-    unsigned char* packed = copy.records + record * copy.record_stride_bytes +
+    const unsigned char* packed = copy.records + record * copy.record_stride_bytes +
                             part * copy.outer_runs * copy.inner_runs * copy.run_bytes;
     for (long long outer = 0; outer < copy.outer_runs; ++outer) {
         for (long long inner = 0; inner < copy.inner_runs; ++inner) {
             unsigned char* paged =
                 pool + outer * copy.outer_stride_bytes + inner * copy.inner_stride_bytes;
-            copy_run(to_records ? packed : paged, to_records ? paged : packed, copy.run_bytes);
+            copy_run(paged, packed, copy.run_bytes);
             packed += copy.run_bytes;
         }
     }
 }
 
-template <bool to_records>
-__device__ void copy_segments(const Copy* launch) {
+extern "C" __global__ void scatter_blocks(const Copy* launch) {
     const Copy copy = *launch;
     const unsigned long long* pools = reinterpret_cast<const unsigned long long*>(launch + 1);
     const long long segments = copy.record_count * copy.parts;
     for (long long segment = blockIdx.x; segment < segments; segment += gridDim.x) {
-        copy_segment<to_records>(copy, pools, segment);
+        copy_segment(copy, pools, segment);
     }
 }
-
-extern "C" __global__ void gather_blocks(const Copy* launch) { copy_segments<true>(launch); }
-
-extern "C" __global__ void scatter_blocks(const Copy* launch) { copy_segments<false>(launch); }
