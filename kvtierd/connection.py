@@ -6,13 +6,14 @@ Whatever bytes arrive: each request has one reply, and what is no request is ans
 """
 
 import asyncio
+import contextlib
 import logging
 from typing import Any, Final, Protocol, cast
 
 import msgspec
 
 from kvtier_client.errors import InvalidArgument, KvtierError, ProtocolError, QuotaExceeded
-from kvtier_client.wire import FRAME_HEADER, Error, Reply, Request, frame
+from kvtier_client.wire import FRAME_HEADER, Error, Goodbye, Reply, Request, frame
 from kvtierd.config import LimitsConfig
 from kvtierd.fair import OWN_WORK, Flow
 from kvtierd.turns import Served, Turns
@@ -106,7 +107,20 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket is closed."""
         self._transport = None
+        if self.peer is not None:
+            self._last_words()
         self.desk.gone(self)
+
+    def _last_words(self) -> None:
+        """Of what still waits for its turn a goodbye is carried out; the rest needs an answer."""
+        data, end = memoryview(bytes(self._buffer)), self._start
+        while len(data) - end >= 4:
+            start = end + 4
+            end = start + FRAME_HEADER.unpack_from(data, end)[0]
+            with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+                req = self._decode(data[start:end])
+                if isinstance(req, Goodbye):
+                    self._handle(self, req)
 
     def pause_writing(self) -> None:
         """The peer does not read: take no more requests from it."""

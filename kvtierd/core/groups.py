@@ -8,9 +8,9 @@ import hmac
 from typing import Final
 
 from kvtier_client import wire
-from kvtier_client.errors import InvalidArgument, NotOwner, QuotaExceeded
-from kvtierd.core.actions import HangUp, RecordMember
-from kvtierd.core.leases import MEMBERS_MAX, Group, Member, Peer, owner_of, unpack_u64
+from kvtier_client.errors import ConnectionLost, InvalidArgument, NotOwner, QuotaExceeded
+from kvtierd.core.actions import HangUp, RecordMember, Send
+from kvtierd.core.leases import MEMBERS_MAX, Group, Member, Peer, Ticket, owner_of, unpack_u64
 from kvtierd.core.reads import Reads
 from kvtierd.core.reclaim import Reclaim
 from kvtierd.core.tenant import Tenant
@@ -83,22 +83,32 @@ class Groups:
     def goodbye(self, peer: Peer, req: wire.Goodbye) -> wire.Done:
         """A client closes: it is granted nothing more, and its leases end but those it names."""
         kept = set(unpack_u64(req.keep).tolist())
-        self._drop_waiting(peer)
+        world = self.world
+        for ticket in self._drop_waiting(peer):
+            if not ticket.prefetch:
+                text = "nothing is granted after a goodbye"
+                world.actions.append(Send(peer, wire.Error(
+                    ticket.request.id, world.boot, peer.acked, ConnectionLost.code, text
+                )))  # fmt: skip
         member = peer.member.index
         leases = [x for x in peer.group.leases.values() if owner_of(x.id) == member]
         ended = [lease for lease in leases if lease.id not in kept]
         for lease in ended:
             self.reclaim.end(lease)
-        return wire.Done(req.id, self.world.boot, peer.acked, len(ended))
+        return wire.Done(req.id, world.boot, peer.acked, len(ended))
 
-    def _drop_waiting(self, peer: Peer) -> None:
-        """What a connection has asked for and waits for is not granted any more."""
+    def _drop_waiting(self, peer: Peer) -> list[Ticket]:
+        """What a connection has asked for and waits for is not granted any more; returns it."""
         tenant = peer.group.tenant
+        dropped: list[Ticket] = []
         for queue in (tenant.waiting, tenant.loading):
-            for ticket in [t for t in queue if t.peer is peer]:
+            mine = [t for t in queue if t.peer is peer]
+            for ticket in mine:
                 queue.remove(ticket)
                 self.reads.cancel_ticket(ticket)
+            dropped += mine
         peer.tickets.clear()
+        return dropped
 
     def _hang_up(self, member: Member) -> None:
         """Whatever a process's connections still bring is not carried out."""

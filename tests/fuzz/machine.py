@@ -26,6 +26,7 @@ from kvtierd.catalog.errors import CatalogError
 from kvtierd.catalog.store import Catalog
 from kvtierd.daemon import Daemon
 from kvtierd.health import Health
+from kvtierd.ledger import Ledger
 from kvtierd.mover import Mover
 from kvtierd.operator import Operator
 from kvtierd.restore import Restore
@@ -229,6 +230,7 @@ class Machine:
         self.daemon = daemon = Daemon(CONFIG, parts, None, keep_memory=True)
         daemon._loop = self.loop
         daemon.catalog = self.notebook  # type: ignore[assignment]
+        daemon.ledger = Ledger(self.notebook, self.loop)  # type: ignore[arg-type]
         daemon.mover = Mover(state, self.disk, self.arenas, self.loop, daemon.perform)  # type: ignore[arg-type]
         daemon._do |= daemon.mover.handlers
         daemon.operator, daemon.health = Operator(daemon), Health(daemon)
@@ -279,6 +281,7 @@ class Machine:
         daemon.perform()
         for listener in daemon._listeners:
             listener.close_partial(self.loop.now_s)
+        daemon.ledger.retry()
         self.loop.run_ready()
 
     def finish(self, at: int, status: int, only: int | None) -> None:

@@ -22,7 +22,7 @@ class Actor(Branches, Reading, Keys):
         self._verbs: list[tuple[int, Callable[[], Awaitable[None]]]] = [
             (10, self.swap_out), (4, self.lazy_swap_out), (14, self.swap_in), (6, self.lease_out),
             (4, self.relay), (6, self.lease_in), (2, self.prefetch), (7, self.fork),
-            (5, self.prune), (2, self.set_retention), (2, self.keep), (4, self.fold),
+            (8, self.prune), (2, self.set_retention), (2, self.keep), (4, self.fold),
             (4, self.unfold), (1, self.set_priority),
             (2, self.put_blob), (2, self.get_blob), (3, self.put_keys), (3, self.get_keys),
             (1, self.hold), (1, self.unhold), (1, self.remove), (1, self.close),

@@ -35,6 +35,9 @@ class Branches(Writing):
                 self.session = session
                 for _ in range(2 * new):
                     await self.swap_out()
+                if new and self.sim.chance(0.5):  # most of what a prune drops is a fork's
+                    await self.fork()
+                    await self.swap_out()
         finally:
             if self.session is None:
                 session.busy = False

@@ -24,7 +24,7 @@ HISTORIES = ((0, 2000, SHORT_STEPS), (1_000_000, 40, STEPS))
 REACHED = {
     "requests while fate strikes": 20_000, "blocks verified at the end": 5_000,
     "kills between events": 300, "kills inside a call": 90, "reboots": 180, "graceful stops": 140,
-    "starts": 1_400, "starts refused": 20, "older catalogs": 5, "start found: sessions": 1_000,
+    "starts": 1_400, "starts refused": 20, "older catalogs": 5, "other sizes": 130, "other sizes refused": 25, "start found: sessions": 1_000,
     "start found: blocks": 1_600, "unsynced sectors lost": 190,
     "clients killed": 350, "SIGSTOP": 500, "connections cut": 300, "clock jumps": 120,
     "disk stuck": 190, "probes while the disk was stuck": 100, "page corrupted": 300,
@@ -35,7 +35,7 @@ REACHED = {
     "daemon: dropped_cached_blocks": 150, "daemon: scrubbed_blocks": 900,
     "daemon: scrub_bad_blocks": 10, "daemon: lost_blocks": 14, "daemon: checksum_mismatches": 16,
     "daemon: io_errors": 150, "daemon: expired_leases": 80, "daemon: refused_reserves": 80,
-    "daemon: folds": 14, "daemon: pruned_blocks": 1, "recounts with slots in quarantine": 40,
+    "daemon: folds": 14, "daemon: pruned_blocks": 8, "recounts with slots in quarantine": 40,
     "reply SpillFull": 120, "reply ArenaFull": 50, "reply BlockLost": 8, "reply LeaseExpired": 60,
 }  # fmt: skip
 """What all of them together must have met at least: about a third of what they meet, so that a

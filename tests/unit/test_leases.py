@@ -133,7 +133,8 @@ def test_a_client_that_says_goodbye_is_granted_nothing_more_and_keeps_what_it_na
     waits = core.client.send(wire.Reserve, core.client.counter(), core.print, 8, wait_s=30.0)
     assert core.client.do(wire.Goodbye, np.array([kept.lease], "<u8").tobytes()).count == 3
     core.host.settle()
-    assert core.client.answer(waits) is None
+    answer = core.client.answer(waits)
+    assert isinstance(answer, wire.Error) and answer.code == errors.ConnectionLost.code
     assert set(core.host.tenant().leases) == {kept.lease, others.lease}
     assert states(core) == (2 + 1, 0)
     with refused(errors.LeaseExpired):
