@@ -24,7 +24,8 @@ HISTORIES = ((0, 2000, SHORT_STEPS), (1_000_000, 40, STEPS))
 REACHED = {
     "requests while fate strikes": 20_000, "blocks verified at the end": 5_000,
     "kills between events": 300, "kills inside a call": 90, "reboots": 180, "graceful stops": 140,
-    "starts": 1_400, "starts refused": 20, "older catalogs": 5, "other sizes": 130, "other sizes refused": 25, "start found: sessions": 1_000,
+    "starts": 1_400, "starts refused": 20, "older catalogs": 5, "start found: sessions": 1_000,
+    "other sizes": 130, "other sizes refused": 25,
     "start found: blocks": 1_600, "unsynced sectors lost": 190,
     "clients killed": 350, "SIGSTOP": 500, "connections cut": 300, "clock jumps": 120,
     "disk stuck": 190, "probes while the disk was stuck": 100, "page corrupted": 300,
