@@ -312,8 +312,8 @@ class Remove(Request, frozen=True, tag="remove"):
 
 
 class Goodbye(Request, frozen=True, tag="goodbye"):
-    """The client closes: its requests that wait are dropped, and its leases end but those of
-    `keep`, whose copies still run."""
+    """The client closes: its requests that wait end with an error, and its leases end but those
+    of `keep`, whose copies still run."""
 
     keep: U64 = b""
 
